@@ -1,4 +1,4 @@
-"""EPS core: configuration, page pool, the float64 oracle, the decode loop, telemetry and the command line.
+"""EPS core: configuration, page pool, the float64 oracle, the decode loop, the metrics and the command line.
 
 The Python API has two names, which are imported when they are first used:
 

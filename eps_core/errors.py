@@ -1,4 +1,4 @@
-"""What a user can mend: one line that names the value, the limit and the mend."""
+"""Errors that a user can fix: one line that names the value, the limit and the fix."""
 
 import os
 import reprlib
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A value that the user gave and can mend; the message is one line with the value, the limit and the mend."""
+    """A value that the user gave and can fix; the message is one line with the value, the limit and the fix."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -17,7 +17,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """Of a script: 2, and one line on stderr, where it meets what the user can mend; 2 where its reader has gone."""
+    """Return a script's exit code: 2, with one line on stderr, for what the user can fix; 2 if its reader is gone."""
     try:
         return main() or 0
     except ConfigError as error:
@@ -27,12 +27,12 @@ def exit_code(main: Callable[[], int | None]) -> int:
     return 2
 
 
-def overflow(where: str, kept_in: str = "float32") -> ConfigError:
-    """The error for NaN or Inf in what a model computed, and the mend that is left."""
+def overflow(place: str, kept_in: str = "float32") -> ConfigError:
+    """The error for NaN or Inf in what a model computed, and the fix that is left."""
     cause = "the weights are damaged, or overflow --dtype where that is not float32"
     if kept_in != "float32":
         cause = f"the model or its {kept_in} cache overflows; try --dtype float32"
-    return ConfigError(f"NaN or Inf in {where}: {cause}")
+    return ConfigError(f"NaN or Inf in {place}: {cause}")
 
 
 class _Short(reprlib.Repr):
@@ -55,12 +55,12 @@ def shown(value: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of a library says, else its name."""
+    """Return the message of an error of a library, else its name."""
     return brief(" ".join(str(error).split()), 300) or type(error).__name__
 
 
 def fault_line(error: BaseException) -> str:
-    """What the machine did: the error's name and what it says."""
+    """Return one line on a fault of the machine: the error's name and what it says."""
     name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
     return brief(" ".join(f"{name}: {error}".split()).removesuffix(":"), 300)
 

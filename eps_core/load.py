@@ -3,19 +3,19 @@
 import importlib
 from typing import Any
 
+from eps_core.attention.protocol import Backend
 from eps_core.cpu.usable import why_not
 from eps_core.errors import ConfigError, install
-from eps_core.gate.protocol import Backend
 
 BACKENDS = ("numpy", "mlx", "cuda")
 # what computes: array operations, or kernels compiled for CPUs (numba) and GPUs (triton, metal). Speed only
 KERNELS = ("arrays", "numba", "triton", "metal")
 _PLATFORMS = {"numpy": "eps_core.bench.platform", "mlx": "eps_mlx.bench", "cuda": "eps_cuda.bench"}
-_MODULES = {"numpy": "eps_core.oracle", "mlx": "eps_mlx", "cuda": "eps_cuda"}
+_MODULES = {"numpy": "eps_core.reference", "mlx": "eps_mlx", "cuda": "eps_cuda"}
 _ENGINES = {
-    "mlx-lm": "eps_mlx.hooks.mlx_lm",
-    "transformers": "eps_cuda.hooks.transformers",
-    "vllm": "eps_cuda.hooks.vllm",
+    "mlx-lm": "eps_mlx.integrations.mlx_lm",
+    "transformers": "eps_cuda.integrations.transformers",
+    "vllm": "eps_cuda.integrations.vllm",
 }
 ENGINES = tuple(_ENGINES)
 OWN = "own"  # beside the engines: the decoders of this project
@@ -40,7 +40,7 @@ def load_backend(name: str) -> Backend:
 
 
 def load_engine(name: str) -> Any:
-    """The hook of an engine by its name: see `engine.protocol.EngineModule`. Raises ConfigError where it does not
+    """The hook of an engine by its name: see `integrations.protocol.EngineModule`. Raises ConfigError where it does not
     import."""
     if name not in _ENGINES:
         raise ConfigError(f"engine {name!r} is unknown: choose one of {', '.join(ENGINES)}")

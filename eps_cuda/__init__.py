@@ -1,4 +1,4 @@
-"""The Torch backend: CUDA, ROCm and Intel GPUs, and CPUs. See eps_core.gate.protocol.Backend."""
+"""The Torch backend: CUDA, ROCm and Intel GPUs, and CPUs. See eps_core.attention.protocol.Backend."""
 
 import platform
 
@@ -7,12 +7,12 @@ import torch
 
 from eps_core.cpu import forks
 from eps_cuda.attention import (
-    add_tail,
+    add_correction,
     attend,
     attend_chunk,
+    attend_correction,
     attend_own,
     attend_rows,
-    attend_tail,
     merge,
     moved_by,
     unread_share,
@@ -29,9 +29,9 @@ from eps_cuda.cache import (
     wait,
     write_kv,
 )
-from eps_cuda.certificates import bounds, certify, escalate
 from eps_cuda.device import device_name, devices, from_numpy, to_numpy
-from eps_cuda.drafts import place_kv, take, visits
+from eps_cuda.drafts import take, visits, write_kv_tentative
+from eps_cuda.error_bounds import bound_error, bounds, extend_selection
 from eps_cuda.kernels.choose import kernel_of, usable_kernels
 from eps_cuda.model import load_model
 from eps_cuda.moves import copy_units, export_units, import_units, move_kv

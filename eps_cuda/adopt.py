@@ -4,11 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_cuda.cache import Cache, mark_valid, read_kv, seal, write_kv
+from eps_cuda.cache import Cache, finalize, mark_valid, read_kv, write_kv
 
 
 def forget(cache: Cache) -> None:
-    """No summary of the cache counts any more: its pools are written by others from here on. The centre of codes, once
+    """Forget all summaries of the cache: its pools are written by others from here on. The centroid of codes, once
     found, stays."""
     for one in _summarised(cache):
         for layer, state in enumerate(one.state):
@@ -17,12 +17,12 @@ def forget(cache: Cache) -> None:
                 one.valid[layer].zero_()
 
 
-def trust(cache: Cache, layer: int, slots: np.ndarray) -> None:
+def mark_written(cache: Cache, layer: int, slots: np.ndarray) -> None:
     """Before a write to slots [N]: what lies below each in its group is the same sequence's, whoever wrote it."""
     for one in _summarised(cache):
-        groups, offsets = np.divmod(np.asarray(slots, np.int64), one.store.sealed_tokens)
+        groups, offsets = np.divmod(np.asarray(slots, np.int64), one.cache_config.span_tokens)
         found, first = np.unique(groups, return_index=True)
-        one.state[layer].trust(found, offsets[first])
+        one.state[layer].mark_written(found, offsets[first])
 
 
 @torch.inference_mode()
@@ -30,7 +30,7 @@ def adopt(cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray) -> i
     """Summarises the tokens of sequences, table [B, M] units and lengths [B], that lie in pool units of which a full
     group has no valid summary, and says how many tokens these are. K and V are read, counted in `bytes_k_reread`, and
     written again where they lie: whatever follows from a write, follows here."""
-    size = cache.store.unit_tokens
+    size = cache.cache_config.unit_tokens
     done: set[int] = set()
     num_tokens = 0
     for units, length in zip(table, lengths.tolist(), strict=True):
@@ -47,9 +47,9 @@ def adopt(cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray) -> i
 
 
 def _lacks(one: Cache, layer: int, unit: int, held: int) -> bool:
-    """Whether a group among the first `held` tokens of a unit is full and has no valid summary."""
-    first = unit * one.store.seals_per_unit
-    full = np.arange(first, first + held // one.store.sealed_tokens)
+    """Return whether a group among the first `held` tokens of a unit is full and has no valid summary."""
+    first = unit * one.cache_config.spans_per_unit
+    full = np.arange(first, first + held // one.cache_config.span_tokens)
     return not one.state[layer].valid(full).all()
 
 
@@ -57,10 +57,10 @@ def _lacks(one: Cache, layer: int, unit: int, held: int) -> bool:
 def summarise_rows(cache: Cache, layer: int, groups: np.ndarray, keys: Tensor) -> None:
     """Summaries of full groups [F] whose keys [F, Hkv, S, D] are in hand, of a cache whose pools nobody can read, and
     of a method that needs no more than the keys."""
-    cache.state[layer].trust(groups, np.full(len(groups), cache.store.sealed_tokens))
-    seal(cache, layer, groups, keys)
+    cache.state[layer].mark_written(groups, np.full(len(groups), cache.cache_config.span_tokens))
+    finalize(cache, layer, groups, keys)
     mark_valid(cache, layer, groups)
 
 
 def _summarised(cache: Cache) -> list[Cache]:
-    return [one for one in (cache, cache.bound, cache.tail) if one is not None and one.store.enabled]
+    return [one for one in (cache, cache.bound, cache.correction) if one is not None and one.cache_config.enabled]

@@ -1,20 +1,20 @@
-"""How the estimates of the query heads of one kv head become one (`Read.combine`)."""
+"""How the estimates of the query heads of one kv head become one (`SelectionConfig.combine`)."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from eps_core.config.read import ANCHOR_SPREAD, Read
+from eps_core.config.selection import ANCHOR_SPREAD, SelectionConfig
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_cuda import pages
 from eps_cuda.cache import Cache
 
 
-def anchors(cache: Cache, layer: int, q: Tensor, units: Tensor, read: Read) -> Tensor | None:
+def anchors(cache: Cache, layer: int, q: Tensor, units: Tensor, selection_config: SelectionConfig) -> Tensor | None:
     """The anchors [B, Hkv, R] float32 of the query heads q [B, Hq, D] unscaled, where these are summed: the logits of
     the first token of each sequence, which begins with `units` [B, 1], at most `ANCHOR_SPREAD` from their mean."""
-    if read.combine == "max":
+    if selection_config.combine == "max":
         return None
     keys = pages.first_rows(cache.k[layer], units[:, 0])
     heads = q.float().unflatten(1, (cache.spec.num_kv_heads, -1))

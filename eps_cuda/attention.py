@@ -1,7 +1,7 @@
 """Attention over whole groups of a paged cache: `(out, lse)`, so that parts can be merged exactly.
 
 Logits, softmax and sums are float32 whatever the cache holds. Only listed groups are read: whole `[S, D]` tiles, one
-row of a gather each. No mask but over the unwritten tail of the open group, which can only be the last tile.
+row of a gather each. No mask but over the unwritten end of the partial group, which can only be the last tile.
 """
 
 import math
@@ -11,35 +11,35 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from eps_core.gate.protocol import RowsRead, Scores, Selection
-from eps_core.paging.counts import check_query
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
+from eps_core.attention.protocol import RowsRead, Scores, Selection
+from eps_core.kv_cache.counts import check_query
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda import pages
 from eps_cuda.cache import Cache, read_kv
 from eps_cuda.device import DTYPES
 from eps_cuda.kernels.choose import routed
-from eps_cuda.selection import visit_mask
+from eps_cuda.selection import selection_mask
 
 State = tuple[Tensor, Tensor]
 
 PIECE_TOKENS = 256  # of a dense read on a CPU, to stay in its cache; changes speed only
 
 
-def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:
+def attend(cache: Cache, layer: int, q: Tensor, plan: StepPlan, selection: Selection | None) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D],
     unscaled, over the selected groups of each sequence, or over all of its tokens where `selection` is None. A
     selection whose numbers only the device knows costs one synchronisation."""
     check_query(cache.spec, q.shape)
-    return _attend(cache, layer, q, where, selection)
+    return _attend(cache, layer, q, plan, selection)
 
 
 @routed(lambda kernels: kernels.attend)
 @torch.inference_mode()
-def _attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:
+def _attend(cache: Cache, layer: int, q: Tensor, plan: StepPlan, selection: Selection | None) -> State:
     batch, num_heads, head_dim = q.shape
     kv_heads = cache.spec.num_kv_heads
-    table, lengths = where.table, where.lengths
+    table, lengths = plan.table, plan.lengths
     a = q.float().reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
     if selection is None:
         states = [_attend_all(cache, layer, a[b], table[b], int(lengths[b])) for b in range(batch)]
@@ -67,7 +67,7 @@ def _softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _attend_all(cache: Cache, layer: int, a: Tensor, table: np.ndarray, length: int) -> State:
     """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens. A CPU
     reads in pieces through one buffer (a fifth of the time of copying K and V whole); a GPU reads all at once."""
-    unit_tokens = cache.store.unit_tokens
+    unit_tokens = cache.cache_config.unit_tokens
     cache.count_read(length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     units = table[: -(-length // unit_tokens)]
     step = max(PIECE_TOKENS // unit_tokens, 1) if a.device.type == "cpu" else len(units)
@@ -96,7 +96,7 @@ def _attend_groups(
     cache: Cache, layer: int, a: Tensor, groups: Tensor, counts: np.ndarray, table: np.ndarray, length: int
 ) -> State:
     """Attention of one sequence over the first counts [Hkv] of groups [Hkv, W], ascending: a [Hkv, R, D]."""
-    per_unit, spec = cache.store.groups_per_unit, cache.spec
+    per_unit, spec = cache.cache_config.groups_per_unit, cache.spec
     width = int(counts.max())
     groups = groups[:, :width].long()
     units = torch.from_numpy(np.maximum(table, 0).astype(np.int64)).to(a.device)[groups.clamp(min=0) // per_unit]
@@ -117,14 +117,14 @@ def _attend_groups(
 
 def _attend_places(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tensor, length: int) -> State:
     """Attention of a [H, R, D] over the pool's tiles rows [H, W]; last [H] is the group in the last tile."""
-    size, head_dim = cache.store.S, cache.spec.head_dim
+    size, head_dim = cache.cache_config.S, cache.spec.head_dim
     tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
     cache.count_read(rows.numel() * size * cache.spec.kv_token_bytes)
     k, v = (tile.view(len(rows), -1, head_dim).float() for tile in tiles)
     logits = (k @ a.mT).mT
     unwritten = -length % size
     if unwritten:
-        # only the device knows whether the open group is listed; what lies there may be anything, NaN in V included
+        # only the device knows whether the partial group is listed; what lies there may be anything, NaN in V included
         is_open = (last == length // size)[:, None, None]
         logits[..., -unwritten:].masked_fill_(is_open, -math.inf)
         v[:, -unwritten:].masked_fill_(is_open, 0.0)
@@ -132,19 +132,19 @@ def _attend_places(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tens
     return (weights @ v) / total, lse
 
 
-def attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None) -> RowsRead:
-    """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`. `visit`
-    [T, Hkv, G] bool; the groups are the cache's. K and V are read, and count, once for all rows of a sequence. What a
-    row does not see does not reach it, NaN included."""
+def attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, selected_mask: Tensor | None = None) -> RowsRead:
+    """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`.
+    `selected_mask` [T, Hkv, G] bool; the groups are the cache's. K and V are read, and count, once for all rows of a
+    sequence. What a row does not see does not reach it, NaN included."""
     check_query(cache.spec, q.shape)
-    return _attend_rows(cache, layer, q, rows, visit)
+    return _attend_rows(cache, layer, q, rows, selected_mask)
 
 
 @routed(lambda kernels: kernels.attend_rows)
 @torch.inference_mode()
-def _attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None) -> RowsRead:
-    kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.store.S
-    num_groups = rows.table.shape[1] * cache.store.groups_per_unit
+def _attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, selected_mask: Tensor | None = None) -> RowsRead:
+    kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.cache_config.S
+    num_groups = rows.table.shape[1] * cache.cache_config.groups_per_unit
     parts = []
     for b, length in enumerate(rows.lengths.tolist()):
         own = slice(int(rows.starts[b]), int(rows.starts[b + 1]))
@@ -158,19 +158,19 @@ def _attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor 
         out = (weights.flatten(1, 2) @ v.masked_fill(~finite, 0.0)).unflatten(1, a.shape[1:3]) / total
         broken = ~finite.all(dim=2)  # [Hkv, T]
         out = out.masked_fill((broken[:, None] & ~hidden).any(dim=2)[..., None, None], math.nan)
-        visited = None
-        if visit is not None:
+        selected = None
+        if selected_mask is not None:
             padded = torch.nn.functional.pad(logits, (0, num_groups * size - length), value=-math.inf)
             mass = torch.logsumexp(padded.unflatten(3, (num_groups, size)), dim=4)  # [Hkv, N, R, G]
-            listed = visit[own].to(torch.bool).transpose(0, 1)[:, :, None]
-            visited = torch.logsumexp(mass.masked_fill(~listed, -math.inf), dim=3).transpose(0, 1).flatten(1)
-        parts.append((out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1), visited))
+            listed = selected_mask[own].to(torch.bool).transpose(0, 1)[:, :, None]
+            selected = torch.logsumexp(mass.masked_fill(~listed, -math.inf), dim=3).transpose(0, 1).flatten(1)
+        parts.append((out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1), selected))
     cache.count_read(int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes)
     outs, lses, visits = zip(*parts, strict=True)
     return RowsRead(
         torch.cat(outs).to(q.dtype),
         torch.cat(lses),
-        None if visit is None else torch.cat(visits),
+        None if selected_mask is None else torch.cat(visits),
     )
 
 
@@ -187,28 +187,30 @@ def merge(first: State, second: State) -> State:
     return out.to(out1.dtype), base + torch.log(total)
 
 
-@routed(lambda kernels: kernels.attend_tail)
+@routed(lambda kernels: kernels.attend_correction)
 @torch.inference_mode()
-def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, lse: Tensor) -> State:
+def attend_correction(
+    cache: Cache, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Tensor
+) -> State:
     """(out [B, Hq, D] float32, lse [B, Hq]): an estimate of attention over the groups that `selection` left out, to be
     merged with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the
-    mean value of the tail group around it. Estimates that were too high for what was read are lowered as much for what
-    was not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
-    inner, spec = cache.tail, cache.spec
+    mean value of the correction group around it. Estimates that were too high for what was read are lowered as much for
+    what was not; where the correction group is not full, or has no estimate, it adds nothing. An estimate, no bound."""
+    inner, spec = cache.correction, cache.spec
     assert inner is not None
     batch, kv_heads, groups = scores.estimate.shape
     lse = lse.reshape(batch, kv_heads, -1)
-    missing = where.missing(inner.state[layer])
-    usable = ~missing & (np.arange(missing.shape[1]) < -(-where.lengths // inner.store.S)[:, None])
-    known, visit = torch.isfinite(scores.estimate), visit_mask(selection, groups)
-    seen = torch.logsumexp(torch.where(known & visit, scores.estimate, -math.inf), dim=-1)[..., None]
-    skipped = torch.where(known & ~visit, scores.estimate, -math.inf)
-    # whole pool units are listed, so groups fill their tail groups
+    missing = plan.missing(inner.state[layer])
+    usable = ~missing & (np.arange(missing.shape[1]) < -(-plan.lengths // inner.cache_config.S)[:, None])
+    known, selected_mask = torch.isfinite(scores.estimate), selection_mask(selection, groups)
+    seen = torch.logsumexp(torch.where(known & selected_mask, scores.estimate, -math.inf), dim=-1)[..., None]
+    skipped = torch.where(known & ~selected_mask, scores.estimate, -math.inf)
+    # whole pool units are listed, so groups fill their correction groups
     mass = torch.logsumexp(skipped.unflatten(-1, (missing.shape[1], -1)), dim=-1)
     mass = torch.where(torch.from_numpy(usable).to(lse.device)[:, None], mass, -math.inf)
     total = torch.logsumexp(mass, dim=-1, keepdim=True)
     weights = torch.exp(mass - torch.where(total > -math.inf, total, 0))
-    rows = (np.maximum(where.table, 0)[:, None, :].astype(np.int64) * kv_heads + np.arange(kv_heads)[:, None]).reshape(
+    rows = (np.maximum(plan.table, 0)[:, None, :].astype(np.int64) * kv_heads + np.arange(kv_heads)[:, None]).reshape(
         -1
     )
     rows = torch.from_numpy(rows).to(lse.device)
@@ -218,15 +220,17 @@ def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selectio
     )
     means = codes.view(batch, kv_heads, -1, spec.head_dim).float() * scale.view(batch, kv_heads, -1, 1).float()
     out = (weights[..., None, :] @ means).expand(-1, -1, lse.shape[-1], -1)
-    tail = total - (seen - lse).clamp(min=0)
-    return out.reshape(batch, -1, spec.head_dim), tail.reshape(batch, -1)
+    correction = total - (seen - lse).clamp(min=0)
+    return out.reshape(batch, -1, spec.head_dim), correction.reshape(batch, -1)
 
 
-@routed(lambda kernels: kernels.add_tail)
+@routed(lambda kernels: kernels.add_correction)
 @torch.inference_mode()
-def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
-    """What was read, `state`, merged with `attend_tail`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
-    return merge(state, attend_tail(cache, layer, where, scores, selection, state[1]))
+def add_correction(
+    cache: Cache, layer: int, plan: StepPlan, scores: Scores, selection: Selection, state: State
+) -> State:
+    """Return `state`, of what was read, merged with `attend_correction`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
+    return merge(state, attend_correction(cache, layer, plan, scores, selection, state[1]))
 
 
 @torch.inference_mode()

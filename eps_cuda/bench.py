@@ -1,4 +1,4 @@
-"""What a benchmark needs of Torch: dense attention as good as it gets, a clock, copies, cold caches, CUDA graphs.
+"""The benchmarks' view of Torch: dense attention as good as it gets, a clock, copies, cold caches, CUDA graphs.
 
 See eps_core.bench.platform for what each function promises. GPUs are timed by events on their own clock.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from eps_core.backend.gpu import covers_codes
-from eps_core.cpu.host import Arm, host_bandwidth_arms, host_cache_bytes, host_free_bytes, host_name, wall_clock
-from eps_core.paging.where import Where
+from eps_core.cpu.host import Variant, host_bandwidth_variants, host_cache_bytes, host_free_bytes, host_name, wall_clock
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.cache import Cache
 from eps_cuda.device import devices, empty_pool, gpu
 from eps_cuda.kernels.choose import usable_kernels
@@ -31,7 +31,7 @@ def prepare(device: str) -> None:
 
 
 @torch.inference_mode()
-def dense_arms(k: Tensor, v: Tensor, q: Tensor) -> dict[str, Arm]:
+def dense_variants(k: Tensor, v: Tensor, q: Tensor) -> dict[str, Variant]:
     """Dense attention by name, each () -> out [B, Hq, D]: k, v [B, Hkv, T, D] contiguous, q [B, Hq, D] unscaled. On a
     GPU Torch's own choice of kernel and each of its kernels by itself, FlexAttention compiled, and flashinfer."""
     batch, kv_heads, _, head_dim = k.shape
@@ -44,7 +44,7 @@ def dense_arms(k: Tensor, v: Tensor, q: Tensor) -> dict[str, Arm]:
         weights = torch.softmax(((rows * scale) @ k.mT).float(), dim=-1)
         return (weights.to(v.dtype) @ v).reshape(q.shape)
 
-    arms: dict[str, Arm] = {
+    variants: dict[str, Variant] = {
         "sdpa gqa": lambda: scaled_dot_product_attention(single, k, v, enable_gqa=shares).reshape(q.shape),
         "sdpa rows": lambda: scaled_dot_product_attention(rows, k, v).reshape(q.shape),
         "grouped matmul": grouped_matmul,
@@ -54,13 +54,13 @@ def dense_arms(k: Tensor, v: Tensor, q: Tensor) -> dict[str, Arm]:
 
         for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             name = kernel.name.removesuffix("_ATTENTION").lower()
-            arms[f"sdpa rows {name}"] = _sdpa_by(kernel, rows, k, v, q.shape)
-        arms["flex attention"] = _flex(single, k, v, q.shape, shares)
-        arms["flashinfer"] = _flashinfer(k, v, q)
-    return {name: torch.inference_mode()(arm) for name, arm in arms.items()}
+            variants[f"sdpa rows {name}"] = _sdpa_by(kernel, rows, k, v, q.shape)
+        variants["flex attention"] = _flex(single, k, v, q.shape, shares)
+        variants["flashinfer"] = _flashinfer(k, v, q)
+    return {name: torch.inference_mode()(variant) for name, variant in variants.items()}
 
 
-def _sdpa_by(kernel: Any, rows: Tensor, k: Tensor, v: Tensor, shape: torch.Size) -> Arm:
+def _sdpa_by(kernel: Any, rows: Tensor, k: Tensor, v: Tensor, shape: torch.Size) -> Variant:
     from torch.nn.attention import sdpa_kernel
 
     def attend() -> Tensor:
@@ -70,15 +70,15 @@ def _sdpa_by(kernel: Any, rows: Tensor, k: Tensor, v: Tensor, shape: torch.Size)
     return attend
 
 
-def _flex(single: Tensor, k: Tensor, v: Tensor, shape: torch.Size, shares: bool) -> Arm:
+def _flex(single: Tensor, k: Tensor, v: Tensor, shape: torch.Size, shares: bool) -> Variant:
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.reset()  # every context is compiled anew; past a few shapes the compiler would give up
+    torch._dynamo.reset()  # every context is compiled again; past a few shapes the compiler would give up
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(single, k, v, enable_gqa=shares).reshape(shape)
 
 
-def _flashinfer(k: Tensor, v: Tensor, q: Tensor) -> Arm:
+def _flashinfer(k: Tensor, v: Tensor, q: Tensor) -> Variant:
     """Paged decode, which splits the sequence over the GPU; planned once, as an engine does for all of its layers."""
     planned: list[Any] = []
 
@@ -120,11 +120,11 @@ def synchronize(*results: Any) -> None:
         gpu(device).synchronize()
 
 
-def stopwatch(device: str) -> Callable[[Arm], tuple[float, Any]]:
+def stopwatch(device: str) -> Callable[[Variant], tuple[float, Any]]:
     if device == "cpu":
         return wall_clock(lambda result: None)
 
-    def timed(function: Arm) -> tuple[float, Any]:
+    def timed(function: Variant) -> tuple[float, Any]:
         start, end = (gpu(device).Event(enable_timing=True) for _ in range(2))
         start.record()
         result = function()
@@ -135,7 +135,7 @@ def stopwatch(device: str) -> Callable[[Arm], tuple[float, Any]]:
     return timed
 
 
-def flusher(num_bytes: int, device: str) -> Arm:
+def flusher(num_bytes: int, device: str) -> Variant:
     """On the CPU by all of Torch's threads, as other layers would leave them. On a GPU the buffer is larger: its write
     also hides the host's part of the launches that follow."""
     if device == "cpu":
@@ -144,9 +144,9 @@ def flusher(num_bytes: int, device: str) -> Arm:
     return torch.zeros(max(num_bytes, GPU_FLUSH_BYTES), dtype=torch.uint8, device=device).zero_
 
 
-def bandwidth_arms(num_bytes: int, device: str) -> dict[str, tuple[Arm, int]]:
+def bandwidth_variants(num_bytes: int, device: str) -> dict[str, tuple[Variant, int]]:
     if device == "cpu":
-        return host_bandwidth_arms(num_bytes)
+        return host_bandwidth_variants(num_bytes)
     source, target = (torch.ones(num_bytes // 4, device=device) for _ in range(2))
     return {"copy": (lambda: target.copy_(source), 2 * num_bytes), "read": (source.max, num_bytes)}
 
@@ -177,16 +177,16 @@ def device_facts(device: str) -> dict[str, Any]:
 
             threads = kernel_threads()
         return {"device_name": host_name(), "threads": torch.get_num_threads(), "kernel_threads": threads}
-    facts = gpu(device).get_device_properties(0)
+    method_spec = gpu(device).get_device_properties(0)
     return {
-        "device_name": facts.name,
-        "multiprocessors": getattr(facts, "multi_processor_count", None),
-        "memory_bytes": facts.total_memory,
+        "device_name": method_spec.name,
+        "multiprocessors": getattr(method_spec, "multi_processor_count", None),
+        "memory_bytes": method_spec.total_memory,
         "cuda": torch.version.cuda or torch.version.hip,
     }
 
 
-def capture(function: Arm) -> Arm | None:
+def capture(function: Variant) -> Variant | None:
     """The function as a CUDA graph that gives the same output arrays at each replay; None without CUDA. Raises
     RuntimeError where it cannot be captured."""
     if not torch.cuda.is_available():
@@ -210,29 +210,30 @@ def capture(function: Arm) -> Arm | None:
 
 
 @torch.inference_mode()
-def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
+def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
     """The parts of a step that Triton kernels cover, from arrays on the device alone as a captured decode step calls
-    them: score, select, attend, attend_with_tail and step, each () -> what it gives; a part's input is what the part
-    before it gave when this was called. Out and lse of attend_with_tail and step: lse is of what was read alone."""
+    them: score, select, attend, attend_with_correction and step, each () -> what it gives; a part's input is what the
+    part before it gave when this was called. Out and lse of attend_with_correction and step: lse is of what was read
+    alone."""
     if cache.kernels != "triton":
         return {}
     from eps_cuda.kernels import dispatch
     from eps_cuda.kernels.attend import attend_groups
-    from eps_cuda.kernels.tail import attend_with_tail
+    from eps_cuda.kernels.correction import attend_with_correction
     from eps_cuda.scoring import score
     from eps_cuda.selection import select
 
-    config = where.config
-    first = score(cache, 0, q, where)
-    chosen = select(first, where)
+    config = plan.config
+    first = score(cache, 0, q, plan)
+    chosen = select(first, plan)
     if chosen.uniform is None:
         return {}
-    (table, lengths), inner = dispatch.kernels.on_device(cache, where), cache.tail
-    depth = dispatch.depth_of(cache, where)
+    (table, lengths), inner = dispatch.kernels.on_device(cache, plan), cache.correction
+    depth = dispatch.depth_of(cache, plan)
     wanted, width = dispatch.to_device(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
 
     def estimates() -> Tensor:
-        return dispatch.estimates(cache, 0, q, table, lengths, depth, config.read)
+        return dispatch.estimates(cache, 0, q, table, lengths, depth, config.selection_config)
 
     def choose(estimate: Tensor = first.estimate) -> tuple[Tensor, Tensor, Tensor]:
         return dispatch.kernels.choose(config, estimate, wanted, lengths, width)
@@ -240,27 +241,29 @@ def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
     listed = choose()
 
     def attend(groups: Tensor = listed[0], counts: Tensor = listed[1]) -> tuple[Tensor, Tensor]:
-        return attend_groups(q, cache.k[0], cache.v[0], table, lengths, groups, counts, group_tokens=config.store.S)
+        return attend_groups(
+            q, cache.k[0], cache.v[0], table, lengths, groups, counts, group_size=config.cache_config.S
+        )
 
-    def with_tail(
+    def with_correction(
         estimate: Tensor = first.estimate, chosen: tuple[Tensor, Tensor, Tensor] = listed
     ) -> tuple[Tensor, Tensor]:
         assert inner is not None
-        groups, counts, visit = chosen
-        return attend_with_tail(
-            q, cache.k[0], cache.v[0], table, lengths, groups, counts, estimate, visit,
+        groups, counts, selected_mask = chosen
+        return attend_with_correction(
+            q, cache.k[0], cache.v[0], table, lengths, groups, counts, estimate, selected_mask,
             inner.summaries[0]["mean"], inner.summaries[0]["mean_scale"], inner.valid[0],
-            group_tokens=config.store.S, tail_tokens=config.store.tail_tokens,
+            group_size=config.cache_config.S, correction_tokens=config.cache_config.correction_tokens,
         )  # fmt: skip
 
     def step() -> tuple[Tensor, Tensor]:
         estimate = estimates()
         chosen = choose(estimate)
-        return attend(*chosen[:2]) if inner is None else with_tail(estimate, chosen)
+        return attend(*chosen[:2]) if inner is None else with_correction(estimate, chosen)
 
-    parts: dict[str, Arm] = {"select": choose, "attend": attend}
+    parts: dict[str, Variant] = {"select": choose, "attend": attend}
     if inner is not None:
-        parts["attend_with_tail"] = with_tail
+        parts["attend_with_correction"] = with_correction
     if covers_codes(cache):
         parts = {"score": estimates, **parts, "step": step}
     return {name: torch.inference_mode()(part) for name, part in parts.items()}

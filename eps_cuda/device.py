@@ -22,7 +22,7 @@ def devices() -> list[str]:
 
 
 def device_name(device: str) -> str:
-    """What the device calls itself, for measurements."""
+    """Return the name that the device gives itself, for measurements."""
     place = device_of(device).type
     return host_name() if place == "cpu" else gpu(place).get_device_name()
 

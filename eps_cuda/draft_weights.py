@@ -41,7 +41,7 @@ class Packed:
 
 
 def affine(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [N, K] int32, steps [N, K/g], offsets [N, K/g] float32): see `oracle.draft_weights.affine`."""
+    """(codes [N, K] int32, steps [N, K/g], offsets [N, K/g] float32): see `reference.draft_weights.affine`."""
     groups = weight.float().unflatten(1, (-1, group_size))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     below = low.abs() > high.abs()
@@ -56,7 +56,7 @@ def affine(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack(weight: Tensor, group_size: int) -> Packed:
-    """Of weight [N, K] on the CPU."""
+    """Return weight [N, K] packed, on the CPU."""
     codes, steps_zeros = [], []
     for rows in weight.split(CHUNK_ROWS):
         part, steps, offsets = affine(functional.pad(rows, (0, 0, 0, -len(rows) % ROWS_MULTIPLE)), group_size)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eps_core.attention.stats import StepOutput
 from eps_core.decode.draft_weights import FLAG, HEAD, quantised_layers
 from eps_core.errors import ConfigError
-from eps_core.gate.stats import StepOutput
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.models.rope import attention_factor, cos_sin, inverse_frequencies
 from eps_core.models.spec import ModelSpec
 from eps_core.models.weights import load_weights
-from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
 from eps_cuda.device import DTYPES, device_of, from_numpy
 from eps_cuda.draft_weights import Packed, pack
@@ -109,16 +109,16 @@ class Model:
         return y if cap is None else cap * torch.tanh(y / cap)
 
     def whole_step(
-        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool, draft: bool
+        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool
     ) -> tuple[Cache, StepOutput] | None:
-        if cache.kernels != "triton" or (draft and not gated) or self.spec.windowed:
+        if cache.kernels != "triton" or (draft and not sparse) or self.spec.windowed:
             return None
         from eps_cuda import graph  # imports Triton, which only these kernels need
 
         return (
-            graph.step(self, cache, tokens, slots, where, draft)
-            if gated
-            else graph.dense_step(self, cache, tokens, slots, where)
+            graph.step(self, cache, tokens, slots, plan, draft)
+            if sparse
+            else graph.dense_step(self, cache, tokens, slots, plan)
         )
 
     @property
@@ -147,8 +147,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def load_model(path: Path, spec: ModelSpec, dtype: str = "float32", device: str = "auto") -> Model:
-    """Of a Hugging Face directory. Raises ConfigError for an absent device or an unknown dtype before any weight is
-    read."""
+    """Load the model of a Hugging Face directory. Raises ConfigError for an absent device or an unknown dtype before
+    any weight is read."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
     place = device_of(device).type

@@ -47,7 +47,7 @@ def new_pool(shape: Sequence[int], dtype: torch.dtype, bits: FormatName, place: 
 
 
 def held(pool: Pool, rows: Tensor) -> Tensor:
-    """What a pool holds of rows [.., D] of its dtype."""
+    """Return rows [.., D] of its dtype as a pool holds them."""
     return rows if isinstance(pool, Tensor) else dequantise(*quantise(rows, pool.bits), pool.bits, pool.dtype)
 
 
@@ -62,7 +62,7 @@ def write(pool: Pool, units: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
 
 
 def move(pool: Pool, src: Sequence[Tensor], dst: Sequence[Tensor]) -> Tensor:
-    """Copies rows from (units [N], offsets [N]) to others as they lie, codes not made anew, and returns them
+    """Copies rows from (units [N], offsets [N]) to others as they lie, codes not made again, and returns them
     [N, Hkv, D] as the pool holds them."""
     rows = [array[src[0], :, src[1]] for array in arrays_of(pool)]
     for array, moved in zip(arrays_of(pool), rows, strict=True):
@@ -79,20 +79,20 @@ def units_of(pool: Pool, units: np.ndarray) -> Tensor:
     return pool.index_select(0, torch.from_numpy(units.astype(np.int64)).to(pool.device))
 
 
-def tiles_of(pool: Pool, rows: Tensor, group_tokens: int) -> Tensor:
+def tiles_of(pool: Pool, rows: Tensor, group_size: int) -> Tensor:
     """Tiles rows [..] of a pool, numbered as a contiguous one lies ((unit * Hkv + head) * U / S + group in the unit):
     [.., S, D], a copy."""
     if isinstance(pool, CodePool):
-        codes, scale = (tiles_of(one, rows, group_tokens) for one in (pool.codes, pool.scale[..., None]))
+        codes, scale = (tiles_of(one, rows, group_size) for one in (pool.codes, pool.scale[..., None]))
         return dequantise(codes, scale[..., 0], pool.bits, pool.dtype)
     _, kv_heads, unit_tokens, head_dim = pool.shape
     if not pool.is_contiguous():
-        per_unit = unit_tokens // group_tokens
+        per_unit = unit_tokens // group_size
         at, sub = rows.div(per_unit, rounding_mode="floor"), rows % per_unit
-        tiles = pool.unflatten(2, (per_unit, group_tokens))
+        tiles = pool.unflatten(2, (per_unit, group_size))
         return tiles[at.div(kv_heads, rounding_mode="floor"), at % kv_heads, sub]
-    tiles = pool.view(-1, group_tokens * head_dim).index_select(0, rows.reshape(-1))
-    return tiles.view(*rows.shape, group_tokens, head_dim)
+    tiles = pool.view(-1, group_size * head_dim).index_select(0, rows.reshape(-1))
+    return tiles.view(*rows.shape, group_size, head_dim)
 
 
 def first_rows(pool: Pool, units: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def first_rows(pool: Pool, units: Tensor) -> Tensor:
 
 
 def arrays_of(pool: Pool) -> list[Tensor]:
-    """What a pool consists of, each [P, ..]."""
+    """Return the arrays that a pool consists of, each [P, ..]."""
     return [pool] if isinstance(pool, Tensor) else [pool.codes, pool.scale]
 
 

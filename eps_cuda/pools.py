@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eps_core.config.store import CacheSpec
+from eps_core.config.cache import CacheSpec
 
 
 def check_pools(
@@ -28,8 +28,8 @@ def check_pools(
 
 
 def strides(k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """Of a unit, a kv head and a token, in elements. Raises ValueError where pools k and v [P, Hkv, U, D] do not lie
-    alike, or the elements of a row not together."""
+    """Return the strides of a unit, a kv head and a token, in elements. Raises ValueError where pools k and v
+    [P, Hkv, U, D] do not lie alike, or the elements of a row not together."""
     if k.stride() != v.stride() or (k.stride(3) != 1 and k.shape[3] > 1):
         raise ValueError(
             f"pools k and v have strides {k.stride()} and {v.stride()}: they must lie alike, and the elements of a row "

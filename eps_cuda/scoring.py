@@ -1,4 +1,4 @@
-"""Scores of every group from its summary, and of the best from their second bits: array operations."""
+"""Scores of every group from its summary, and of the best from their rescoring bits: array operations."""
 
 import math
 from typing import NamedTuple
@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.gate.protocol import Scores
-from eps_core.paging.where import Where
+from eps_core.attention.protocol import Scores
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.base import Field
 from eps_core.summaries.table import fields
 from eps_cuda import pages
@@ -30,23 +30,23 @@ class Race(NamedTuple):
 
 @routed(lambda kernels: kernels.score)
 @torch.inference_mode()
-def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
-    """Estimates [B, Hkv, G] of every group, of the query heads of each kv head as `Read.combine` says, and bounds
-    [B, Hkv, R, G]: q [B, Hq, D] unscaled. See `Scores` for what the numbers mean."""
-    store, spec = cache.store, cache.spec
+def score(cache: Cache, layer: int, q: Tensor, plan: StepPlan) -> Scores:
+    """Estimates [B, Hkv, G] of every group, of the query heads of each kv head as `SelectionConfig.combine` says, and
+    bounds [B, Hkv, R, G]: q [B, Hq, D] unscaled. See `Scores` for what the numbers mean."""
+    cache_config, spec = cache.cache_config, cache.spec
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
-    missing = where.missing(cache.state[layer])
-    num_missing = where.num_missing(cache.state[layer])
-    inside = where.inside
+    missing = plan.missing(cache.state[layer])
+    num_missing = plan.num_missing(cache.state[layer])
+    inside = plan.inside
 
     a = q.float().reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
     # whole units of one head are contiguous in K and in every summary
-    rows = (np.maximum(where.table, 0)[:, None, :].astype(np.int64) * kv_heads + np.arange(kv_heads)[:, None]).reshape(
+    rows = (np.maximum(plan.table, 0)[:, None, :].astype(np.int64) * kv_heads + np.arange(kv_heads)[:, None]).reshape(
         -1
     )
     rows = torch.from_numpy(rows).to(q.device)
-    stored = fields(store, head_dim)
+    stored = fields(cache_config, head_dim)
     gathered = {
         name: pool.reshape(spec.num_units * kv_heads, -1)
         .index_select(0, rows)
@@ -54,24 +54,24 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
         for name, pool in cache.summaries[layer].items()
         if _of_all(stored[name])
     }
-    if store.facts.reads_keys:
-        keys = pages.tiles_of(cache.k[layer], rows, store.unit_tokens)
-        gathered = {"keys": keys.reshape(batch, kv_heads, -1, store.S, head_dim)}
+    if cache_config.method_spec.reads_keys:
+        keys = pages.tiles_of(cache.k[layer], rows, cache_config.unit_tokens)
+        gathered = {"keys": keys.reshape(batch, kv_heads, -1, cache_config.S, head_dim)}
     constants = cache.constants(layer)
-    if store.facts.by_place:
-        length = torch.from_numpy(where.lengths).to(q.device)[:, None, None, None]
-        constants = constants | {"groups": torch.arange(where.num_groups, device=q.device), "length": length}
-    parts = score_summary(store, constants, gathered, a)
+    if cache_config.method_spec.by_place:
+        length = torch.from_numpy(plan.lengths).to(q.device)[:, None, None, None]
+        constants = constants | {"groups": torch.arange(plan.num_groups, device=q.device), "length": length}
+    parts = score_summary(cache_config, constants, gathered, a)
     # 0: scored, 1: without a summary, 2: past the end
     state = torch.from_numpy(np.where(inside, missing.astype(np.uint8), np.uint8(2))).to(q.device)[:, None, :]
     known, past = state == 0, state == 2
-    anchor = anchors(cache, layer, q, torch.from_numpy(where.table[:, :1]).to(q.device), where.config.read)
-    estimate = torch.where(known, combined(parts[0], anchor, where.sums_after(0, head_dim)), -math.inf)
+    anchor = anchors(cache, layer, q, torch.from_numpy(plan.table[:, :1]).to(q.device), plan.config.selection_config)
+    estimate = torch.where(known, combined(parts[0], anchor, plan.sums_after(0, head_dim)), -math.inf)
     race = Race(known.expand(estimate.shape), gathered, None)
-    for part in range(2, 2 + len(where.staged(head_dim))):
-        estimate, race = _read_on(cache, layer, a, anchor, estimate, race, where, part)
-    if where.config.read.refine:
-        estimate, race = _read_on(cache, layer, a, anchor, estimate, race, where, None)
+    for part in range(2, 2 + len(plan.cascaded(head_dim))):
+        estimate, race = _read_on(cache, layer, a, anchor, estimate, race, plan, part)
+    if plan.config.selection_config.rescore:
+        estimate, race = _read_on(cache, layer, a, anchor, estimate, race, plan, None)
     estimate = torch.where(known | past, estimate, math.inf)
     if parts[1] is None or parts[2] is None:
         return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
@@ -83,7 +83,7 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
 
 
 def _of_all(field: Field) -> bool:
-    """Whether scoring reads it of every group."""
+    """Return whether scoring reads it of every group."""
     return not field.best_only and not field.part
 
 
@@ -94,37 +94,45 @@ def _read_on(
     anchor: Tensor | None,
     estimate: Tensor,
     race: Race,
-    where: Where,
+    plan: StepPlan,
     part: int | None,
 ) -> tuple[Tensor, Race]:
     """(`estimate` [B, Hkv, G] with better ones of each head's best groups in the race, the lower index first among
-    equals; these alone): from one more part of their codes, the `part`-th, or from their second bits where it is None.
-    Only this is read, and of them alone."""
-    store, kv_heads, head_dim = cache.store, cache.spec.num_kv_heads, a.shape[-1]
-    device, counts = estimate.device, where.refined if part is None else where.staged(head_dim)[part - 2]
+    equals; these alone): from one more part of their codes, the `part`-th, or from their rescoring bits where it is
+    None. Only this is read, and of them alone."""
+    cache_config, kv_heads, head_dim = cache.cache_config, cache.spec.num_kv_heads, a.shape[-1]
+    device, counts = estimate.device, plan.rescored if part is None else plan.cascaded(head_dim)[part - 2]
     most = int(counts.max())
     # a stable sort: equal estimates keep their order
     ranked = torch.where(race.left, estimate, -math.inf)
     best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :most]
-    units = torch.from_numpy(np.maximum(where.table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
+    units = torch.from_numpy(np.maximum(plan.table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
     heads = torch.arange(kv_heads, device=device)[None, :, None]
     index = torch.arange(len(estimate), device=device)[:, None, None]
-    seals, groups, per_unit = best // store.groups_per_seal, best % store.groups_per_seal, store.seals_per_unit
-    rows = (units.gather(-1, seals // per_unit) * kv_heads + heads) * per_unit + seals % per_unit
+    spans, groups, per_unit = (
+        best // cache_config.groups_per_span,
+        best % cache_config.groups_per_span,
+        cache_config.spans_per_unit,
+    )
+    rows = (units.gather(-1, spans // per_unit) * kv_heads + heads) * per_unit + spans % per_unit
     if race.place is None:
-        summary = {name: of_groups(name, array, index, heads, seals, groups) for name, array in race.summary.items()}
+        summary = {name: of_groups(name, array, index, heads, spans, groups) for name, array in race.summary.items()}
     else:
         place = race.place.gather(-1, best)
         summary = {name: array[index, heads, place] for name, array in race.summary.items()}
-    for name, field in fields(store, head_dim).items():
+    for name, field in fields(cache_config, head_dim).items():
         if field.best_only if part is None else field.part == part - 1:
             shape = field.shape[1:]
             by_group = cache.summaries[layer][name].reshape(-1, *shape)
-            wanted_rows = (rows * store.groups_per_seal + groups).reshape(-1)
+            wanted_rows = (rows * cache_config.groups_per_span + groups).reshape(-1)
             summary[name] = by_group.index_select(0, wanted_rows).reshape(*rows.shape, *shape)
-    constants, own = cache.constants(layer), method(store.method)
-    sums = where.sums_after(len(where.staged(head_dim)) + 1 if part is None else part - 1, head_dim)
-    finer = own.refine(store, constants, summary, a) if part is None else own.stage(store, constants, summary, a, part)
+    constants, own = cache.constants(layer), method(cache_config.method)
+    sums = plan.sums_after(len(plan.cascaded(head_dim)) + 1 if part is None else part - 1, head_dim)
+    finer = (
+        own.rescore(cache_config, constants, summary, a)
+        if part is None
+        else own.stage(cache_config, constants, summary, a, part)
+    )
     coarse = estimate.gather(-1, best)
     wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None] & race.left.gather(-1, best)
     estimate = estimate.scatter(-1, best, torch.where(wanted, combined(finer, anchor, sums), coarse))

@@ -1,4 +1,5 @@
-"""The MLX backend: Apple GPUs through Metal, and CPUs. Array operations only; see eps_core.gate.protocol.Backend."""
+"""The MLX backend: Apple GPUs through Metal, and CPUs. Array operations only; see
+eps_core.attention.protocol.Backend."""
 
 import platform
 from importlib.metadata import version
@@ -6,12 +7,12 @@ from importlib.metadata import version
 import numpy as np
 
 from eps_mlx.attention import (
-    add_tail,
+    add_correction,
     attend,
     attend_chunk,
+    attend_correction,
     attend_own,
     attend_rows,
-    attend_tail,
     merge,
     moved_by,
     unread_share,
@@ -28,9 +29,9 @@ from eps_mlx.cache import (
     wait,
     write_kv,
 )
-from eps_mlx.certificates import bounds, certify, escalate
 from eps_mlx.device import device_name, devices, from_numpy, to_numpy
-from eps_mlx.drafts import place_kv, take, visits
+from eps_mlx.drafts import take, visits, write_kv_tentative
+from eps_mlx.error_bounds import bound_error, bounds, extend_selection
 from eps_mlx.kernels.choose import kernel_of, usable_kernels
 from eps_mlx.model import load_model
 from eps_mlx.moves import copy_units, export_units, import_units, move_kv

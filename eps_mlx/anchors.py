@@ -1,22 +1,24 @@
-"""How the estimates of the query heads of one kv head become one (`Read.combine`)."""
+"""How the estimates of the query heads of one kv head become one (`SelectionConfig.combine`)."""
 
 import math
 
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config.read import ANCHOR_SPREAD, Read
+from eps_core.config.selection import ANCHOR_SPREAD, SelectionConfig
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_mlx import pages
 from eps_mlx.cache import Cache
 
 
-def anchors(cache: Cache, layer: int, q: mx.array, units: np.ndarray, read: Read) -> mx.array | None:
+def anchors(
+    cache: Cache, layer: int, q: mx.array, units: np.ndarray, selection_config: SelectionConfig
+) -> mx.array | None:
     """The anchors [B, Hkv, R] float32 of the query heads q [B, Hq, D] unscaled, where these are summed: the logits of
     the first token of each sequence, which begins with `units` [B, 1], at most `ANCHOR_SPREAD` from their mean."""
-    if read.combine == "max":
+    if selection_config.combine == "max":
         return None
-    kv_heads, per_unit = cache.spec.num_kv_heads, cache.store.unit_tokens
+    kv_heads, per_unit = cache.spec.num_kv_heads, cache.cache_config.unit_tokens
     rows = mx.array(((units * kv_heads + np.arange(kv_heads)) * per_unit).astype(np.int32))
     keys = pages.tiles_of(cache.k[layer], rows, 1)[:, :, 0].astype(mx.float32)
     batch, num_heads, head_dim = q.shape

@@ -1,7 +1,8 @@
 """Attention over whole groups of a paged cache: `(out, lse)`, so that parts can be merged exactly.
 
 Logits, softmax and sums are float32 whatever the cache holds. Only listed groups are read: whole `[S, D]` tiles, one
-row of a gather each. No mask: the open group, where it is visited, is the last tile, and its unwritten tail is cut off.
+row of a gather each. No mask: the partial group, where it is selected, is the last tile, and its unwritten end is cut
+off.
 """
 
 import math
@@ -9,15 +10,15 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from eps_core.gate.protocol import RowsRead, Scores, Selection
-from eps_core.paging.counts import check_query
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
+from eps_core.attention.protocol import RowsRead, Scores, Selection
+from eps_core.kv_cache.counts import check_query
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx import pages
 from eps_mlx.cache import Cache, read_kv
 from eps_mlx.device import DTYPES
 from eps_mlx.kernels.choose import routed
-from eps_mlx.selection import visit_mask
+from eps_mlx.selection import selection_mask
 
 State = tuple[mx.array, mx.array]
 
@@ -25,25 +26,27 @@ State = tuple[mx.array, mx.array]
 CPU_PIECE_TOKENS = 1024
 
 
-def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selection | None) -> State:
+def attend(cache: Cache, layer: int, q: mx.array, plan: StepPlan, selection: Selection | None) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D]
     unscaled, over the selected groups of each sequence, or over all of its tokens where `selection` is None. A
     selection whose numbers only the device knows costs one synchronisation."""
     check_query(cache.spec, q.shape)
-    return _attend(cache, layer, q, where, selection)
+    return _attend(cache, layer, q, plan, selection)
 
 
 @routed(lambda kernels: kernels.attend)
-def _attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selection | None) -> State:
+def _attend(cache: Cache, layer: int, q: mx.array, plan: StepPlan, selection: Selection | None) -> State:
     batch, num_heads, head_dim = q.shape
     kv_heads = cache.spec.num_kv_heads
-    table, lengths = where.table, where.lengths
+    table, lengths = plan.table, plan.lengths
     with mx.stream(cache.stream):
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
         if selection is None:
             states = [_attend_all(cache, layer, a[b], table[b], int(lengths[b])) for b in range(batch)]
-        elif selection.uniform is not None and (selection.forced > 0)[lengths % cache.store.S > 0].all():
-            # forced groups hold the open one: every head ends with the same tile
+        elif (
+            selection.uniform is not None and (selection.always_selected > 0)[lengths % cache.cache_config.S > 0].all()
+        ):
+            # always selected groups hold the open one: every head ends with the same tile
             states = [
                 _attend_tiles(
                     cache,
@@ -62,7 +65,7 @@ def _attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Sele
 
 
 def _unwritten(cache: Cache, length: int) -> int:
-    return -length % cache.store.S
+    return -length % cache.cache_config.S
 
 
 def _softmax_sums(logits: mx.array, axes: tuple[int, ...]) -> tuple[mx.array, mx.array, mx.array]:
@@ -75,10 +78,10 @@ def _softmax_sums(logits: mx.array, axes: tuple[int, ...]) -> tuple[mx.array, mx
 def _attend_all(cache: Cache, layer: int, a: mx.array, table: np.ndarray, length: int) -> State:
     """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens."""
     cache.count_read(length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
-    num_full, rest = divmod(length, cache.store.unit_tokens)
+    num_full, rest = divmod(length, cache.cache_config.unit_tokens)
     parts = []
     if num_full:
-        parts.append(_attend_units(cache, layer, a, table[:num_full], cache.store.unit_tokens))
+        parts.append(_attend_units(cache, layer, a, table[:num_full], cache.cache_config.unit_tokens))
     if rest:
         parts.append(_attend_units(cache, layer, a, table[num_full : num_full + 1], rest))
     return parts[0] if len(parts) == 1 else merge(parts[0], parts[1])
@@ -87,7 +90,7 @@ def _attend_all(cache: Cache, layer: int, a: mx.array, table: np.ndarray, length
 def _attend_units(cache: Cache, layer: int, a: mx.array, units: np.ndarray, tokens: int) -> State:
     """The first `tokens` tokens of each unit. One small product per (unit, head), as the pool lies: a run of
     consecutive units needs no copy, which is twice as fast as gathering K and V head by head."""
-    step = max(CPU_PIECE_TOKENS // cache.store.unit_tokens, 1) if cache.device == "cpu" else len(units)
+    step = max(CPU_PIECE_TOKENS // cache.cache_config.unit_tokens, 1) if cache.device == "cpu" else len(units)
     pieces = [units[start : start + step] for start in range(0, len(units), step)]
     logits = [a @ _read_units(cache.k[layer], piece, tokens).swapaxes(-1, -2) for piece in pieces]
     weights, total, largest = _softmax_sums(mx.concatenate(logits), (0, 3))  # [M, Hkv, R, tokens]
@@ -105,7 +108,7 @@ def _read_units(pool: pages.Pool, units: np.ndarray, tokens: int) -> mx.array:
 def _attend_tiles(cache: Cache, layer: int, a: mx.array, groups: mx.array, table: np.ndarray, unwritten: int) -> State:
     """Attention of kv heads a [H, R, D] over groups [H, W] of one sequence, `unwritten` tokens of the last cut off.
     H is all kv heads."""
-    per_unit = cache.store.groups_per_unit
+    per_unit = cache.cache_config.groups_per_unit
     units = mx.take(mx.array(table.astype(np.int32)), groups // per_unit)
     rows = (units * cache.spec.num_kv_heads + mx.arange(len(groups))[:, None]) * per_unit + groups % per_unit
     return _attend_places(cache, layer, a, rows, unwritten)
@@ -113,7 +116,7 @@ def _attend_tiles(cache: Cache, layer: int, a: mx.array, groups: mx.array, table
 
 def _attend_places(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwritten: int) -> State:
     """Attention of a [H, R, D] over the pool's tiles rows [H, W], numbered as K's memory lies."""
-    size, head_dim = cache.store.S, cache.spec.head_dim
+    size, head_dim = cache.cache_config.S, cache.spec.head_dim
     tokens = rows.shape[1] * size - unwritten
     tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
     cache.count_read(rows.size * size * cache.spec.kv_token_bytes)
@@ -127,8 +130,8 @@ def _attend_ragged(
 ) -> list[State]:
     """Numbers of groups that differ by head: one synchronisation, then each (sequence, head) with exactly its groups.
     a [B, Hkv, R, D] -> per sequence (out [Hkv, R, D], lse [Hkv, R])."""
-    store, spec = cache.store, cache.spec
-    per_unit, size = store.groups_per_unit, store.S
+    cache_config, spec = cache.cache_config, cache.spec
+    per_unit, size = cache_config.groups_per_unit, cache_config.S
     mx.eval(selection.groups, selection.counts)
     groups, counts = np.array(selection.groups), np.array(selection.counts)
     states = []
@@ -149,18 +152,18 @@ def _attend_ragged(
     return states
 
 
-def attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None) -> RowsRead:
-    """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`. `visit`
-    [T, Hkv, G] bool; the groups are the cache's. K and V are read, and count, once for all rows of a sequence. What a
-    row does not see does not reach it, NaN included."""
+def attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, selected_mask: mx.array | None = None) -> RowsRead:
+    """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`.
+    `selected_mask` [T, Hkv, G] bool; the groups are the cache's. K and V are read, and count, once for all rows of a
+    sequence. What a row does not see does not reach it, NaN included."""
     check_query(cache.spec, q.shape)
-    return _attend_rows(cache, layer, q, rows, visit)
+    return _attend_rows(cache, layer, q, rows, selected_mask)
 
 
 @routed(lambda kernels: kernels.attend_rows)
-def _attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None) -> RowsRead:
-    kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.store.S
-    num_groups = rows.table.shape[1] * cache.store.groups_per_unit
+def _attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, selected_mask: mx.array | None = None) -> RowsRead:
+    kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.cache_config.S
+    num_groups = rows.table.shape[1] * cache.cache_config.groups_per_unit
     outs, lses, visits = [], [], []
     with mx.stream(cache.stream):
         for b, length in enumerate(rows.lengths.tolist()):
@@ -179,18 +182,18 @@ def _attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.ar
             out = mx.where(reached, math.nan, out.reshape(a.shape) / total)
             outs.append(out.swapaxes(0, 1).reshape(-1, q.shape[1], head_dim))
             lses.append((largest + mx.log(total))[..., 0].swapaxes(0, 1).reshape(-1, q.shape[1]))
-            if visit is not None:
+            if selected_mask is not None:
                 room = num_groups * size - length
                 padded = mx.pad(logits, [(0, 0), (0, 0), (0, 0), (0, room)], constant_values=-math.inf)
                 mass = mx.logsumexp(padded.reshape(*a.shape[:3], num_groups, size), axis=4)  # [Hkv, N, R, G]
-                listed = visit[own].astype(mx.bool_).swapaxes(0, 1)[:, :, None]
+                listed = selected_mask[own].astype(mx.bool_).swapaxes(0, 1)[:, :, None]
                 seen = mx.logsumexp(mx.where(listed, mass, -math.inf), axis=3)
                 visits.append(seen.swapaxes(0, 1).reshape(-1, q.shape[1]))
         cache.count_read(int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes)
         return RowsRead(
             mx.concatenate(outs).astype(q.dtype),
             mx.concatenate(lses),
-            None if visit is None else mx.concatenate(visits),
+            None if selected_mask is None else mx.concatenate(visits),
         )
 
 
@@ -206,36 +209,36 @@ def merge(first: State, second: State) -> State:
     return out.astype(out1.dtype), base + mx.log(total)
 
 
-@routed(lambda kernels: kernels.attend_tail)
-def attend_tail(
+@routed(lambda kernels: kernels.attend_correction)
+def attend_correction(
     cache: Cache,
     layer: int,
-    where: Where,
+    plan: StepPlan,
     scores: Scores,
     selection: Selection,
     lse: mx.array,
 ) -> State:
     """(out [B, Hq, D] float32, lse [B, Hq]): an estimate of attention over the groups that `selection` left out, to be
     merged with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the
-    mean value of the tail group around it. Estimates that were too high for what was read are lowered as much for what
-    was not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
-    inner, spec = cache.tail, cache.spec
+    mean value of the correction group around it. Estimates that were too high for what was read are lowered as much for
+    what was not; where the correction group is not full, or has no estimate, it adds nothing. An estimate, no bound."""
+    inner, spec = cache.correction, cache.spec
     assert inner is not None
     batch, kv_heads, groups = scores.estimate.shape
-    missing = where.missing(inner.state[layer])
-    usable = ~missing & (np.arange(missing.shape[1]) < -(-where.lengths // inner.store.S)[:, None])
+    missing = plan.missing(inner.state[layer])
+    usable = ~missing & (np.arange(missing.shape[1]) < -(-plan.lengths // inner.cache_config.S)[:, None])
     with mx.stream(cache.stream):
         lse = lse.reshape(batch, kv_heads, -1)
-        known, visit = mx.isfinite(scores.estimate), visit_mask(selection, groups)
-        seen = mx.logsumexp(mx.where(known & visit, scores.estimate, -math.inf), axis=-1, keepdims=True)
-        skipped = mx.where(known & ~visit, scores.estimate, -math.inf)
-        # whole pool units are listed, so groups fill their tail groups
+        known, selected_mask = mx.isfinite(scores.estimate), selection_mask(selection, groups)
+        seen = mx.logsumexp(mx.where(known & selected_mask, scores.estimate, -math.inf), axis=-1, keepdims=True)
+        skipped = mx.where(known & ~selected_mask, scores.estimate, -math.inf)
+        # whole pool units are listed, so groups fill their correction groups
         mass = mx.logsumexp(skipped.reshape(batch, kv_heads, missing.shape[1], -1), axis=-1)
         mass = mx.where(mx.array(usable)[:, None], mass, -math.inf)
         total = mx.logsumexp(mass, axis=-1, keepdims=True)
         weights = mx.exp(mass - mx.where(total > -math.inf, total, 0))
         rows = mx.array(
-            (np.maximum(where.table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).astype(np.int32)
+            (np.maximum(plan.table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).astype(np.int32)
         )
         codes, scale = (
             mx.take(inner.summaries[layer][name].reshape(spec.num_units * kv_heads, -1), rows, axis=0)
@@ -243,15 +246,17 @@ def attend_tail(
         )
         means = codes.reshape(batch, kv_heads, -1, spec.head_dim).astype(mx.float32)
         means = means * scale.reshape(batch, kv_heads, -1, 1).astype(mx.float32)
-        tail = total - mx.maximum(seen - lse, 0)
+        correction = total - mx.maximum(seen - lse, 0)
         out = mx.broadcast_to(weights[..., None, :] @ means, (*lse.shape, spec.head_dim))
-        return out.reshape(batch, -1, spec.head_dim), tail.reshape(batch, -1)
+        return out.reshape(batch, -1, spec.head_dim), correction.reshape(batch, -1)
 
 
-@routed(lambda kernels: kernels.add_tail)
-def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
-    """What was read, `state`, merged with `attend_tail`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
-    return merge(state, attend_tail(cache, layer, where, scores, selection, state[1]))
+@routed(lambda kernels: kernels.add_correction)
+def add_correction(
+    cache: Cache, layer: int, plan: StepPlan, scores: Scores, selection: Selection, state: State
+) -> State:
+    """Return `state`, of what was read, merged with `attend_correction`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
+    return merge(state, attend_correction(cache, layer, plan, scores, selection, state[1]))
 
 
 def attend_own(cache: Cache, q: mx.array, k: mx.array, v: mx.array) -> State:

@@ -1,4 +1,4 @@
-"""What a benchmark needs of MLX: dense attention as good as it gets, a clock, copies, cold caches.
+"""The benchmarks' view of MLX: dense attention as good as it gets, a clock, copies, cold caches.
 
 See eps_core.bench.platform for what each function promises. MLX computes when asked: every clock stops after `mx.eval`.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from eps_core.cpu.host import (
-    Arm,
-    host_bandwidth_arms,
+    Variant,
+    host_bandwidth_variants,
     host_cache_bytes,
     host_flusher,
     host_free_bytes,
@@ -30,7 +30,7 @@ def prepare(device: str) -> None:
     mx.set_default_device(device_of(device))
 
 
-def dense_arms(k: mx.array, v: mx.array, q: mx.array) -> dict[str, Arm]:
+def dense_variants(k: mx.array, v: mx.array, q: mx.array) -> dict[str, Variant]:
     """Dense attention by name, each () -> out [B, Hq, D]: k, v [B, Hkv, T, D] contiguous, q [B, Hq, D] unscaled."""
     batch, kv_heads, _, head_dim = k.shape
     single = q.reshape(batch, -1, 1, head_dim)  # one row each of Hq heads
@@ -41,7 +41,7 @@ def dense_arms(k: mx.array, v: mx.array, q: mx.array) -> dict[str, Arm]:
         logits = (rows * scale) @ k.swapaxes(-1, -2)
         return (mx.softmax(logits, axis=-1, precise=True) @ v).reshape(q.shape)
 
-    def fast(queries: mx.array) -> Arm:
+    def fast(queries: mx.array) -> Variant:
         return lambda: mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale).reshape(q.shape)
 
     return {"sdpa gqa": fast(single), "sdpa rows": fast(rows), "grouped matmul": grouped_matmul}
@@ -67,11 +67,11 @@ def _arrays(result: Any) -> Iterator[mx.array]:
             yield from _arrays(getattr(result, one.name))
 
 
-def stopwatch(device: str) -> Callable[[Arm], tuple[float, Any]]:
+def stopwatch(device: str) -> Callable[[Variant], tuple[float, Any]]:
     return wall_clock(synchronize)
 
 
-def flusher(num_bytes: int, device: str) -> Arm:
+def flusher(num_bytes: int, device: str) -> Variant:
     if device == "cpu":
         return host_flusher(num_bytes)
     buffers = [mx.zeros((num_bytes // 4,))]
@@ -83,9 +83,9 @@ def flusher(num_bytes: int, device: str) -> Arm:
     return flush
 
 
-def bandwidth_arms(num_bytes: int, device: str) -> dict[str, tuple[Arm, int]]:
+def bandwidth_variants(num_bytes: int, device: str) -> dict[str, tuple[Variant, int]]:
     if device == "cpu":
-        return host_bandwidth_arms(num_bytes)
+        return host_bandwidth_variants(num_bytes)
     source = mx.ones((num_bytes // 4,))
     mx.eval(source)
     return {"copy": (lambda: source + 1, 2 * num_bytes), "read": (source.max, num_bytes)}
@@ -109,15 +109,15 @@ def last_cache_bytes(device: str) -> int | None:
 def device_facts(device: str) -> dict[str, Any]:
     if device == "cpu":
         return {"device_name": host_name(), "threads": host_threads(), "kernel_threads": kernel_threads()}
-    facts = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
-    return {"device_name": facts.get("device_name"), "memory_bytes": facts.get("memory_size")}
+    method_spec = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
+    return {"device_name": method_spec.get("device_name"), "memory_bytes": method_spec.get("memory_size")}
 
 
-def capture(function: Arm) -> Arm | None:
+def capture(function: Variant) -> Variant | None:
     """MLX has no launch to record."""
     return None
 
 
-def device_parts(cache: Any, q: Any, where: Any) -> dict[str, Arm]:
+def device_parts(cache: Any, q: Any, plan: Any) -> dict[str, Variant]:
     """Nothing to record."""
     return {}

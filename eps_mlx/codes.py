@@ -1,4 +1,4 @@
-"""Rows as codes with one float16 scale, and back. What the numbers are: `eps_core.oracle.codes`."""
+"""Rows as codes with one float16 scale, and back. What the numbers are: `eps_core.reference.codes`."""
 
 from collections.abc import Callable
 

@@ -15,7 +15,7 @@ def devices() -> list[str]:
 
 
 def device_name(device: str) -> str:
-    """What the device calls itself, for measurements."""
+    """Return the name that the device gives itself, for measurements."""
     return str(mx.device_info()["device_name"]) if device_of(device) == mx.Device(mx.gpu) else host_name()
 
 

@@ -34,7 +34,7 @@ class Packed:
 
 
 def pack(weight: mx.array, group_size: int, device: str) -> Packed:
-    """Of weight [N, K]. Quantised from float32: on a CPU MLX rounds to the dtype of its input on the way."""
+    """Return weight [N, K] packed. Quantised from float32: on a CPU MLX rounds to the dtype of its input on the way."""
     codes, steps, offsets = mx.quantize(weight.astype(mx.float32), group_size=group_size, bits=BITS)
     dtype = mx.float32 if device == "cpu" else weight.dtype
     packed = Packed(codes, steps.astype(dtype), offsets.astype(dtype), group_size)

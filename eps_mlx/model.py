@@ -130,8 +130,8 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 
 
 def load_model(path: Path, spec: ModelSpec, dtype: str = "float32", device: str = "auto") -> Model:
-    """Of a Hugging Face directory. Raises ConfigError for an absent device or an unknown dtype before any weight is
-    read."""
+    """Load the model of a Hugging Face directory. Raises ConfigError for an absent device or an unknown dtype before
+    any weight is read."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
     device_of(device)

@@ -20,7 +20,7 @@ def move_kv(cache: Cache, layer: int, src: np.ndarray, dst: np.ndarray) -> Cache
         settle()
     with mx.stream(cache.stream):
         source, target = (
-            [mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens)]
+            [mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.cache_config.unit_tokens)]
             for slots in (src, dst)
         )
         keys, values = (pages.move(pool[layer], source, target) for pool in (cache.k, cache.v))
@@ -28,7 +28,7 @@ def move_kv(cache: Cache, layer: int, src: np.ndarray, dst: np.ndarray) -> Cache
 
 
 def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
-    """Copies whole units with their summaries and open groups: copy-on-write of a forked sequence's open unit."""
+    """Copies whole units with their summaries and partial groups: copy-on-write of a forked sequence's open unit."""
     if len(src) != len(dst):
         raise ValueError(f"{len(src)} source units for {len(dst)} target units: give one target per source")
     if not len(src):
@@ -38,8 +38,8 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
         for layer in range(cache.spec.num_layers):
             for pool in (*pages.arrays_of(cache.k[layer]), *pages.arrays_of(cache.v[layer])):
                 pool[target] = pool[source]
-            for one in (cache, cache.bound, cache.tail):
-                if one is None or not one.store.enabled:
+            for one in (cache, cache.bound, cache.correction):
+                if one is None or not one.cache_config.enabled:
                     continue
                 for pool in one.summaries[layer].values():
                     pool[target] = pool[source]
@@ -47,7 +47,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                     for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
                         for running in one.open[layer].values():
                             running[to_open] = running[from_open]
-                    per_unit = one.store.seals_per_unit
+                    per_unit = one.cache_config.spans_per_unit
                     mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
 
@@ -58,23 +58,23 @@ def _unit_arrays(cache: Cache) -> dict[str, mx.array]:
     for layer in range(cache.spec.num_layers):
         for name, pool in (("k", cache.k[layer]), ("v", cache.v[layer])):
             found |= {f"layers.{layer}.{name}.{i}": array for i, array in enumerate(pages.arrays_of(pool))}
-        for kind, one in (("summary", cache), ("bound", cache.bound), ("tail", cache.tail)):
-            if one is not None and one.store.enabled:
+        for kind, one in (("summary", cache), ("bound", cache.bound), ("correction", cache.correction)):
+            if one is not None and one.cache_config.enabled:
                 found |= {f"layers.{layer}.{kind}.{name}": pool for name, pool in one.summaries[layer].items()}
     return found
 
 
 def export_units(cache: Cache, units: Sequence[int]) -> dict[str, np.ndarray]:
-    """What units [M] hold, as it is held: name -> [M, ..] on the host, bfloat16 as ml_dtypes' own; under `heads.` what
-    kv heads have besides: the largest norms behind bounds, [Hkv], and the centre of key codes, [Hkv, D], zeros without
-    one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
+    """Return the data of units [M], as held: name -> [M, ..] on the host, bfloat16 as ml_dtypes' own; under `heads.`
+    what else kv heads have: the largest norms behind bounds, [Hkv], and the centroid of key codes, [Hkv, D], zeros
+    without one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
     with mx.stream(cache.stream):
         index = mx.array(list(units), mx.int32)
         found = {name: _held(array[index]) for name, array in _unit_arrays(cache).items()}
         for layer in range(cache.spec.num_layers):
             if cache.bound is not None:
                 found[f"heads.{layer}.bound.centre"] = _held(cache.bound.constants(layer)["centre"])
-            if cache.store.has_bounds:
+            if cache.cache_config.has_bounds:
                 for name, largest in (("key", cache.largest_key), ("value", cache.largest_value)):
                     found[f"heads.{layer}.largest_{name}"] = _held(largest[layer])
     return found
@@ -82,7 +82,7 @@ def export_units(cache: Cache, units: Sequence[int]) -> dict[str, np.ndarray]:
 
 def import_units(cache: Cache, units: Sequence[int], arrays: dict[str, np.ndarray]) -> Cache:
     """Puts what `export_units` gave of a cache of the same store into units [M], which are full then: their groups are
-    valid, and nothing is computed. A cache that takes a centre must have none, or the same."""
+    valid, and nothing is computed. A cache that takes a centroid must have none, or the same."""
     settle = kernels_of(cache.kernels).settle
     if settle is not None:
         settle()
@@ -93,15 +93,15 @@ def import_units(cache: Cache, units: Sequence[int], arrays: dict[str, np.ndarra
             array[index] = _native(arrays[name])
         for layer in range(cache.spec.num_layers):
             if cache.bound is not None:
-                cache.bound.centre[layer] = _native(arrays[f"heads.{layer}.bound.centre"])
-            for one in (cache, cache.bound, cache.tail):
-                if one is None or not one.store.enabled:
+                cache.bound.centroid[layer] = _native(arrays[f"heads.{layer}.bound.centre"])
+            for one in (cache, cache.bound, cache.correction):
+                if one is None or not one.cache_config.enabled:
                     continue
-                per_unit = one.store.seals_per_unit
+                per_unit = one.cache_config.spans_per_unit
                 groups = (numbers[:, None] * per_unit + np.arange(per_unit)).ravel()
-                one.state[layer].trust(groups, np.full(len(groups), one.store.sealed_tokens))
+                one.state[layer].mark_written(groups, np.full(len(groups), one.cache_config.span_tokens))
                 mark_valid(one, layer, groups)
-            if cache.store.has_bounds:
+            if cache.cache_config.has_bounds:
                 for name, largest in (("key", cache.largest_key), ("value", cache.largest_value)):
                     largest[layer] = mx.maximum(largest[layer], _native(arrays[f"heads.{layer}.largest_{name}"]))
         evaluate(cache)

@@ -41,7 +41,7 @@ def new_pool(shape: Sequence[int], dtype: mx.Dtype, bits: FormatName) -> Pool:
 
 
 def held(pool: Pool, rows: mx.array) -> mx.array:
-    """What a pool holds of rows [.., D] of its dtype."""
+    """Return rows [.., D] of its dtype as a pool holds them."""
     return rows if isinstance(pool, mx.array) else dequantise(*quantise(rows, pool.bits), pool.bits, pool.dtype)
 
 
@@ -58,7 +58,7 @@ def write(pool: Pool, units: mx.array, offsets: mx.array, rows: mx.array) -> mx.
 
 
 def move(pool: Pool, src: Sequence[mx.array], dst: Sequence[mx.array]) -> mx.array:
-    """Copies rows from (units [N], offsets [N]) to others as they lie, codes not made anew, and returns them
+    """Copies rows from (units [N], offsets [N]) to others as they lie, codes not made again, and returns them
     [N, Hkv, D] as the pool holds them."""
     rows = [array[src[0], :, src[1]] for array in arrays_of(pool)]
     for array, moved in zip(arrays_of(pool), rows, strict=True):
@@ -82,19 +82,19 @@ def copies_of(pool: Pool, units: np.ndarray) -> mx.array:
     )
 
 
-def tiles_of(pool: Pool, rows: mx.array, group_tokens: int) -> mx.array:
+def tiles_of(pool: Pool, rows: mx.array, group_size: int) -> mx.array:
     """Tiles rows [..] of a pool, numbered as its memory lies ((unit * Hkv + head) * U / S + group in the unit):
     [.., S, D], a copy."""
     if isinstance(pool, CodePool):
-        codes, scale = (tiles_of(one, rows, group_tokens) for one in (pool.codes, pool.scale[..., None]))
+        codes, scale = (tiles_of(one, rows, group_size) for one in (pool.codes, pool.scale[..., None]))
         return dequantise(codes, scale[..., 0], pool.bits, pool.dtype)
     head_dim = pool.shape[-1]
-    tiles = mx.take(pool.reshape(-1, group_tokens * head_dim), rows, axis=0)
-    return tiles.reshape(*rows.shape, group_tokens, head_dim)
+    tiles = mx.take(pool.reshape(-1, group_size * head_dim), rows, axis=0)
+    return tiles.reshape(*rows.shape, group_size, head_dim)
 
 
 def arrays_of(pool: Pool) -> list[mx.array]:
-    """What a pool consists of, each [P, ..]."""
+    """Return the arrays that a pool consists of, each [P, ..]."""
     return [pool] if isinstance(pool, mx.array) else [pool.codes, pool.scale]
 
 

@@ -1,7 +1,7 @@
-"""Which groups to visit: guards on the host, policies on the device, no synchronisation.
+"""Which groups to visit: sink and recent tokens on the host, policies on the device, no synchronisation.
 
 `estimate [B, Hkv, G]` is the natural log of each group's mass as `score` returns it: +inf without a valid summary
-(always visited), -inf past the sequence's end. Policies return a mask [B, Hkv, G] of groups to visit, the forced ones
+(always selected), -inf past the sequence's end. Policies return a mask [B, Hkv, G] of groups to visit, the forced ones
 among them. No sort order of equal values is ever relied on: the K-th value decides, and ties go to the lower index.
 """
 
@@ -10,9 +10,9 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from eps_core.attention.protocol import Scores, Selection
 from eps_core.config.eps import EpsConfig
-from eps_core.gate.protocol import Scores, Selection
-from eps_core.paging.where import Where
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx.kernels.choose import kernels_of, routed
 
 THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
@@ -30,25 +30,29 @@ def _best(keys: mx.array, count: mx.array, most: int) -> mx.array:
     return (above | (tied & (mx.cumsum(tied.astype(mx.int32), axis=-1) <= room))) & (count > 0)
 
 
-def select_topk(estimate: mx.array, forced: mx.array, count: mx.array, most: int) -> mx.array:
+def select_topk(estimate: mx.array, always_selected: mx.array, count: mx.array, most: int) -> mx.array:
     """Forced groups, then the best: `count` [B, Hkv or 1, 1] <= `most` in all."""
-    return _best(mx.where(forced, math.inf, estimate), count, most)
+    return _best(mx.where(always_selected, math.inf, estimate), count, most)
 
 
-def select_threshold(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
-    """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far; of
-    masses, T - log alpha, where estimates are their logarithms. T / alpha <= B_j says that fewer than top_pages newer
-    groups have B_i / alpha > B_j: a count instead of a heap."""
-    assert config.read.top_pages is not None
+def select_threshold(config: EpsConfig, estimate: mx.array, always_selected: mx.array) -> mx.array:
+    """The threshold rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far; of masses, T - log
+    alpha, where estimates are their logarithms. T / alpha <= B_j says that fewer than top_pages newer groups have B_i /
+    alpha > B_j: a count instead of a heap."""
+    assert config.selection_config.top_pages is not None
     groups = estimate.shape[-1]
-    lowered = estimate / config.read.alpha if config.store.has_norm_estimate else estimate - math.log(config.read.alpha)
+    lowered = (
+        estimate / config.selection_config.alpha
+        if config.cache_config.has_norm_estimate
+        else estimate - math.log(config.selection_config.alpha)
+    )
     scaled = mx.where(mx.isfinite(estimate), lowered, -math.inf)
     index, parts = mx.arange(groups), []
     for start in range(0, groups, THRESHOLD_ROWS):
         rows = slice(start, start + THRESHOLD_ROWS)
         newer_and_better = (scaled[..., None, :] > estimate[..., rows, None]) & (index > index[rows, None])
-        parts.append(newer_and_better.sum(axis=-1) < config.read.top_pages)
-    return forced | (mx.concatenate(parts, axis=-1) & mx.isfinite(estimate))
+        parts.append(newer_and_better.sum(axis=-1) < config.selection_config.top_pages)
+    return always_selected | (mx.concatenate(parts, axis=-1) & mx.isfinite(estimate))
 
 
 def _log_total(estimate: mx.array) -> mx.array:
@@ -59,70 +63,70 @@ def _log_total(estimate: mx.array) -> mx.array:
 
 
 @routed(lambda kernels: kernels.select)
-def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
+def select(scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
     `layer` says which head modes apply, where the config has any. Runs on the current default device: `scores` are its
     arrays."""
-    config = where.config
+    config = plan.config
     estimate = scores.estimate
     groups = estimate.shape[-1]
-    num_forced = where.num_forced + np.asarray(scores.num_missing, np.int64)
-    inside = mx.array(where.inside)[:, None, :]
-    forced = (mx.array(where.forced)[:, None, :] | (estimate == math.inf)) & inside
+    num_always_selected = plan.num_always_selected + np.asarray(scores.num_missing, np.int64)
+    inside = mx.array(plan.inside)[:, None, :]
+    always_selected = (mx.array(plan.always_selected)[:, None, :] | (estimate == math.inf)) & inside
     uniform = None
-    if config.read.policy == "topk":
-        uniform = where.budget(num_forced)
-        visit = select_topk(
-            estimate, forced, mx.array(uniform.astype(np.int32))[:, None, None], max(int(uniform.max()), 1)
+    if config.selection_config.policy == "topk":
+        uniform = plan.budget(num_always_selected)
+        selected_mask = select_topk(
+            estimate, always_selected, mx.array(uniform.astype(np.int32))[:, None, None], max(int(uniform.max()), 1)
         )
     else:
-        visit = select_threshold(config, estimate, forced) & inside
-    modes = config.read.head_modes[layer] if config.read.head_modes else ()
+        selected_mask = select_threshold(config, estimate, always_selected) & inside
+    modes = config.selection_config.head_modes[layer] if config.selection_config.head_modes else ()
     if set(modes) - {"gate"}:
         uniform = None
         dense, window = (mx.array([mode == name for mode in modes])[None, :, None] for name in ("dense", "window"))
-        visit = mx.where(dense, inside, mx.where(window, forced, visit))
+        selected_mask = mx.where(dense, inside, mx.where(window, always_selected, selected_mask))
     if uniform is None:  # a policy that wants nothing still reads the best group: attention over none has no meaning
-        best = _best(mx.where(inside, estimate, -math.inf), mx.ones((*visit.shape[:-1], 1), mx.int32), 1)
-        visit = visit | (best & ~visit.any(axis=-1, keepdims=True))
+        best = _best(mx.where(inside, estimate, -math.inf), mx.ones((*selected_mask.shape[:-1], 1), mx.int32), 1)
+        selected_mask = selected_mask | (best & ~selected_mask.any(axis=-1, keepdims=True))
     wanted = None
-    if config.read.scope == "union":
-        wanted = visit.sum(axis=-1).astype(mx.int32)
-        visit, uniform = mx.broadcast_to(visit.any(axis=1, keepdims=True), visit.shape), None
+    if config.selection_config.scope == "union":
+        wanted = selected_mask.sum(axis=-1).astype(mx.int32)
+        selected_mask, uniform = mx.broadcast_to(selected_mask.any(axis=1, keepdims=True), selected_mask.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)
     listing = kernels_of(scores.kernels).listing
     if listing is not None:
-        listed, counts = listing(visit, width)
-        return Selection(listed, counts, uniform, num_forced, wanted, visit)
-    counts = visit.sum(axis=-1).astype(mx.int32)
-    return Selection(ascending(visit, width), counts, uniform, num_forced, wanted)
+        listed, counts = listing(selected_mask, width)
+        return Selection(listed, counts, uniform, num_always_selected, wanted, selected_mask)
+    counts = selected_mask.sum(axis=-1).astype(mx.int32)
+    return Selection(ascending(selected_mask, width), counts, uniform, num_always_selected, wanted)
 
 
-def ascending(visit: mx.array, width: int) -> mx.array:
-    """Indices of the True entries of visit [B, Hkv, G], ascending, then -1: [B, Hkv, width] int32. Each True entry goes
-    to the place that its rank says, the others to a column that is cut off."""
-    place = mx.where(visit, mx.cumsum(visit.astype(mx.int32), axis=-1) - 1, width)
-    listed = mx.full((*visit.shape[:-1], width + 1), -1, dtype=mx.int32)
-    index = mx.broadcast_to(mx.arange(visit.shape[-1], dtype=mx.int32), visit.shape)
+def ascending(selected_mask: mx.array, width: int) -> mx.array:
+    """Indices of the True entries of selected_mask [B, Hkv, G], ascending, then -1: [B, Hkv, width] int32. Each goes to
+    the place that its rank says, the others to a column that is cut off."""
+    place = mx.where(selected_mask, mx.cumsum(selected_mask.astype(mx.int32), axis=-1) - 1, width)
+    listed = mx.full((*selected_mask.shape[:-1], width + 1), -1, dtype=mx.int32)
+    index = mx.broadcast_to(mx.arange(selected_mask.shape[-1], dtype=mx.int32), selected_mask.shape)
     return mx.put_along_axis(listed, place, index, axis=-1)[..., :width]
 
 
-def visit_mask(selection: Selection, num_groups: int) -> mx.array:
+def selection_mask(selection: Selection, num_groups: int) -> mx.array:
     """[B, Hkv, G]: True where a group is listed."""
-    if selection.visit is not None:
-        return selection.visit
+    if selection.selected_mask is not None:
+        return selection.selected_mask
     groups = selection.groups
-    visit = mx.zeros((*groups.shape[:2], num_groups + 1), mx.bool_)
+    selected_mask = mx.zeros((*groups.shape[:2], num_groups + 1), mx.bool_)
     listed = mx.where(groups < 0, num_groups, groups)
-    return mx.put_along_axis(visit, listed, mx.array(True), axis=-1)[..., :num_groups]
+    return mx.put_along_axis(selected_mask, listed, mx.array(True), axis=-1)[..., :num_groups]
 
 
 @routed(lambda kernels: kernels.skipped_mass)
 def skipped_mass(scores: Scores, selection: Selection) -> mx.array:
     """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound. Groups without an estimate, which
-    are always visited, are left out of both sides."""
+    are always selected, are left out of both sides."""
     estimate = mx.where(mx.isfinite(scores.estimate), scores.estimate, -math.inf)
-    left = _log_total(mx.where(visit_mask(selection, estimate.shape[-1]), -math.inf, estimate))
+    left = _log_total(mx.where(selection_mask(selection, estimate.shape[-1]), -math.inf, estimate))
     return mx.where(left > -math.inf, mx.exp(left - _log_total(estimate)), 0)[..., 0]
 
 

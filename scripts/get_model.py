@@ -109,8 +109,8 @@ def get_model(name: str, folder: Path) -> None:
 
 
 def is_there(name: str, folder: Path) -> bool:
-    """Whether `folder` holds the whole model; False where it is empty or not there. Raises ConfigError where it is
-    anything else."""
+    """Return whether `folder` holds the whole model; False where it is empty or not there. Raises ConfigError where it
+    is anything else."""
     if not os.path.lexists(folder):
         return False
     if not folder.is_dir():
@@ -158,7 +158,7 @@ def made_beside(name: str, folder: Path) -> Iterator[Path]:
 
 
 def most_mb(model: Model) -> int:
-    """What is on the disk at most: a package and the file that it is a part of, then that file and the model."""
+    """Return the MB on the disk at most: a package and the file that it is a part of, then that file and the model."""
     return model.packed_mb + max(model.packed_mb, model.made_mb)
 
 
@@ -197,7 +197,7 @@ def from_hub(model: Model, folder: Path) -> None:
 
 
 def hub_info(repository: str) -> Any:
-    """What the Hub says of a repository, with the sizes of its files; raises NoSource where it says nothing in
+    """Return the Hub's facts about a repository, with the sizes of its files; raises NoSource where it says nothing in
     time."""
     from huggingface_hub import HfApi
 

@@ -1,4 +1,4 @@
-"""Compares the numbers of tests/golden/decode.json with what this machine computes, or writes them anew."""
+"""Compares the numbers of tests/golden/decode.json with what this machine computes, or writes them again."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Where a gated decode step's host time goes: cProfile of steps of the demo model over a long, random cache.
+"""Where a sparse decode step's host time goes: cProfile of steps of the demo model over a long, random cache.
 
     python scripts/profile_step.py --context 32768 > results/profile-step.txt
 
@@ -26,7 +26,7 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.telemetry.provenance import git_commit
+from eps_core.metrics.provenance import git_commit
 
 WARM_STEPS = 8
 
@@ -49,18 +49,18 @@ def main(context: int, steps: int, backend: str, kernels: str) -> None:
 
     room = WARM_STEPS + steps
     prefix = Prefix([0] * context, [(random(), random()) for _ in range(spec.num_layers)])
-    cache, pool = session.cache(config.store, context + room)
+    cache, pool = session.cache(config.cache_config, context + room)
     sequence, cache = prefix.into(session.backend, cache, pool, room)
     decode = generate(
-        decoder, cache, pool, [[*prefix.tokens, 65]], room, Sampling(), config.read, written=[sequence],
-        forced_tokens=[[65] * room],
+        decoder, cache, pool, [[*prefix.tokens, 65]], room, Sampling(), config.selection_config, written=[sequence],
+        always_selected_tokens=[[65] * room],
     )  # fmt: skip
     profile = cProfile.Profile()
     for record in decode:
         if record.step + 1 >= WARM_STEPS:
             profile.enable()
     profile.disable()
-    groups = spec.num_layers * spec.num_kv_heads * (context // config.store.S)
+    groups = spec.num_layers * spec.num_kv_heads * (context // config.cache_config.S)
     print(
         f"{steps} steps of the demo model at {context:,} tokens ({groups:,} groups a step), backend {backend}, kernels"
     )

@@ -37,8 +37,8 @@ from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
 from eps_core.evaluation.runner import DENSE, Document, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
+from eps_core.metrics.provenance import provenance
 from eps_core.tasks.corpus import corpus
-from eps_core.telemetry.provenance import provenance
 
 BUDGETS = (0.02, 0.03, 0.05, 0.08, 0.125, 0.2, 0.3)  # shares of the tokens
 KINDS = ("code", "prose", "code", "chat")
@@ -110,7 +110,7 @@ class Pages:
 
 
 class Oracle:
-    guards = (4, 8)
+    sink_recent = (4, 8)
 
     def __init__(self, k: Tensor) -> None:
         self.dim = k.shape[-1]
@@ -118,14 +118,14 @@ class Oracle:
     def masks(self, q: Tensor, late: Tensor, logits: Tensor, tokens: list[int]) -> list[Tensor]:
         """Return of each row which tokens [Hkv or, of each query head, Hkv, R, n + s] are read."""
         share = self.score(q, late, logits)
-        share[..., : self.guards[0]] = share[..., -self.guards[1] :] = torch.inf
+        share[..., : self.sink_recent[0]] = share[..., -self.sink_recent[1] :] = torch.inf
         return [best(row, number)[:, None] for row, number in zip(share, tokens, strict=True)]
 
     def score(self, q: Tensor, late: Tensor, logits: Tensor) -> Tensor:
         return logits.softmax(-1).mean(2)
 
     def summary_bytes(self, length: int) -> float:
-        """Return what scoring reads of one kv head."""
+        """Return the bytes that scoring reads of one kv head."""
         return 0.0
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from real import KINDS, text
 
+from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import Store
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.generate import extend
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
@@ -28,9 +28,9 @@ from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
 from eps_core.evaluation.runner import DENSE, Document, run_batch
 from eps_core.evaluation.statistics import wilson_interval
+from eps_core.metrics.provenance import provenance
 from eps_core.tasks.needle import draw_key, draw_value, needle_line, question
 from eps_core.tasks.sizing import answers
-from eps_core.telemetry.provenance import provenance
 from experiments.grid.grid_verified import Measured, decode_both
 
 ANSWER_TOKENS = 8
@@ -63,7 +63,7 @@ def asked(session: Session, context: int, number: int, index: int, seed: int) ->
 def longer(session: Session, prefix: Prefix, more: list[int]) -> Prefix:
     """Return the prefix of a text that goes on by `more` tokens, prefilled densely."""
     tokens = prefix.tokens + more
-    cache, pool = session.cache(Store(), [len(tokens)])
+    cache, pool = session.cache(CacheConfig(), [len(tokens)])
     sequence, cache = prefix.into(session.backend, cache, pool, len(more))
     cache = extend(session.decoder, cache, pool, sequence, more)
     (table,) = pool.table([sequence])
@@ -90,7 +90,9 @@ def verified(
     config = EpsConfig.of(method="rq", budget=draft_budget)
     document = Document(tokens, steps)
     measured = Measured(0)
-    both = decode_both(session, [document], [prefix], config, Verify(mode="tokens"), Sampling(temperature, seed=0))
+    both = decode_both(
+        session, [document], [prefix], config, SpeculativeConfig(mode="tokens"), Sampling(temperature, seed=0)
+    )
     measured.add(*both, 1)
     numbers = measured.numbers()
     names = ("bytes_ratio", "acceptance", "acceptance_by_depth", "offered_by_depth", "tokens_per_round", "new_tokens")

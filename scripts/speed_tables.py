@@ -9,8 +9,9 @@ from typing import Any
 import targets
 
 from eps_core.errors import exit_code
-from eps_core.files import inputs
-from eps_core.files.records import Name, Positive, read_record
+from eps_core.io import inputs
+from eps_core.io.records import Name, Positive, read_record
+from eps_core.io.schema import current
 
 PLATFORM = {"sdpa gqa", "sdpa rows", "grouped matmul", "flex", "flashinfer"}
 MEND = "run scripts/speed.sh again"
@@ -22,12 +23,12 @@ WHOLE_STEP = {**RATIOS, **dict.fromkeys(("model", "backend", "dtype"), Name), "d
 
 
 def cells(path: Path, *needed: str) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """(a cell, milliseconds of its arms by name); the `needed` arms are there."""
+    """(a cell, milliseconds of its variants by name); the `needed` variants are there."""
     for cell in targets.load_lines([path])[1]:
         read_record({**RATIOS, "dtype": Name}, cell, cell["where"], MEND)
         for name in needed:
             targets.arm_of(cell, name)
-        yield cell, {arm: stats["ms"] for arm, stats in cell["arms"].items()}
+        yield cell, {variant: stats["ms"] for variant, stats in cell["arms"].items()}
 
 
 def row(*values: object) -> str:
@@ -35,35 +36,37 @@ def row(*values: object) -> str:
 
 
 def layer_table(folder: Path) -> None:
-    print(row("backend, cache", "groups", "read", "dense: platform", "dense: ours", "score", "select", "attend", "tail",
-              "step", "against platform", "against ours"))  # fmt: skip
+    print(row("backend, cache", "groups", "read", "dense: platform", "dense: ours", "score", "select", "attend",
+              "correction", "step", "against platform", "against ours"))  # fmt: skip
     print("|" + "---|" * 12)
     for kind in ("coarse", "fine"):
         for backend, name in (("cuda", "Torch"), ("mlx", "MLX")):
             for cell, ms in cells(folder / f"speed-{kind}-{backend}.jsonl", "eps dense", "step"):
-                best = min((arm for arm in ms if arm in PLATFORM), key=ms.__getitem__, default="eps dense")
-                parts = (f"{ms[part]:.2f}" if part in ms else "-" for part in ("score", "select", "attend", "tail"))
+                best = min((variant for variant in ms if variant in PLATFORM), key=ms.__getitem__, default="eps dense")
+                parts = (
+                    f"{ms[part]:.2f}" if part in ms else "-" for part in ("score", "select", "attend", "correction")
+                )
                 print(row(
-                    f"{name}, {cell['dtype']}", f"`{cell['method']}` {cell['group_tokens']}",
+                    f"{name}, {cell['dtype']}", f"`{cell['method']}` {cell['group_size']}",
                     f"{cell['bytes_ratio']:.3f}", f"{ms[best]:.1f} ({best})", f"{ms['eps dense']:.1f}", *parts,
                     f"{ms['step']:.2f}", f"{ms[best] / ms['step']:.1f} x", f"{ms['eps dense'] / ms['step']:.1f} x",
                 ))  # fmt: skip
 
 
 def scaling_table(folder: Path) -> None:
-    print(row("context", "dense", "write", "score", "select", "attend", "tail", "step", "dense / step"))
+    print(row("context", "dense", "write", "score", "select", "attend", "correction", "step", "dense / step"))
     print("|" + "---|" * 9)
     for cell, ms in cells(folder / "speed-scaling.jsonl"):
-        names = ("write", "score", "select", "attend", "tail", "step")
+        names = ("write", "score", "select", "attend", "correction", "step")
         parts = (f"{ms[part]:.2f}" if part in ms else "-" for part in names)
         print(row(f"{cell['context']:,}", f"{cell['best_dense_ms']:.1f}", *parts, f"{cell['speedup']:.1f} x"))
 
 
 def step_table(folder: Path) -> None:
-    print(row("model", "backend, dtype", "dense", "gated", "tokens/s dense, gated", "bytes", "dense / gated"))
+    print(row("model", "backend, dtype", "dense", "gated", "tokens/s dense, sparse", "bytes", "dense / sparse"))
     print("|" + "---|" * 7)
-    for where, values in inputs.read_jsonl(folder / "whole_step.jsonl", "results", MEND):
-        line = read_record(WHOLE_STEP, values, where, MEND)
+    for place, values in inputs.read_jsonl(folder / "whole_step.jsonl", "results", MEND):
+        line = read_record(WHOLE_STEP, current(values), place, MEND)
         dense, eps = line["dense"], line["eps"]
         print(row(
             line["model"], f"{line['backend']}, {line['dtype']}", f"{dense['decode_ms_p50']:.1f}",
@@ -83,10 +86,10 @@ def engine_table(folder: Path) -> None:
     if not (folder / "engine_speed.jsonl").is_file():  # another script's
         print("no engine_speed.jsonl here: scripts/engine_speed.sh makes it")
         return
-    print(row("engine", "model, dtype", "context", "tokens/s dense (its own)", "gated", "gated / dense", "bytes"))
+    print(row("engine", "model, dtype", "context", "tokens/s dense (its own)", "gated", "sparse / dense", "bytes"))
     print("|" + "---|" * 7)
-    for where, values in inputs.read_jsonl(folder / "engine_speed.jsonl", "results", MEND):
-        line = read_record(ENGINE, values, where, MEND)
+    for place, values in inputs.read_jsonl(folder / "engine_speed.jsonl", "results", MEND):
+        line = read_record(ENGINE, values, place, MEND)
         print(row(
             line["engine"], f"{line['model']}, {line['dtype']}", f"{int(line['context']):,}",
             f"{line['dense_tokens_per_s']:.3g}", f"{line['gated_tokens_per_s']:.3g}", f"{line['speedup']:.2f} x",

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from eps_core.bench.layer import GRAPH
 from eps_core.errors import ConfigError, exit_code
-from eps_core.files import inputs
-from eps_core.files.records import Between, Count, Name, Positive, read_record
+from eps_core.io import inputs
+from eps_core.io.records import Between, Count, Name, Positive, read_record
 
 Line = dict[str, Any]
 
@@ -17,7 +17,7 @@ Line = dict[str, Any]
 # the kinds of what is read back of a run's line and of a cell's
 RUN = {"backend": Name, "device": Name, "bandwidth": {"copy_gbps": Positive}}
 CELL = {
-    **dict.fromkeys(("context", "batch", "group_tokens"), Count), **dict.fromkeys(("method", "best_dense"), Name),
+    **dict.fromkeys(("context", "batch", "group_size"), Count), **dict.fromkeys(("method", "best_dense"), Name),
     "asked": dict[str, Positive], "arms": dict[str, Any], "best_dense_ms": Positive,
     "graphed_step_ms": Positive | None, "interpreted": bool,
 }  # fmt: skip
@@ -45,14 +45,17 @@ def load_lines(paths: Iterable[Path]) -> tuple[list[Line], list[Line]]:
     cells: list[Line] = []
     for path in paths:
         run: Line | None = None
-        for where, line in inputs.read_jsonl(path, "results", MEND):
+        for place, line in inputs.read_jsonl(path, "results", MEND):
             if line.get("type") == "run" and line.get("command") == "bench":
-                run = read_record(RUN, line, where, MEND)
+                run = read_record(RUN, line, place, MEND)
                 runs.append(run)
             elif line.get("type") == "bench" and run is not None:
-                cell = read_record(CELL, line, where, MEND)
-                arms = {name: read_record(ARM, arm, f"{where}: arm {name}", MEND) for name, arm in cell["arms"].items()}
-                cells.append({**cell, "arms": arms, "where": where, "bandwidth": run["bandwidth"]})
+                cell = read_record(CELL, line, place, MEND)
+                variants = {
+                    name: read_record(ARM, variant, f"{place}: variant {name}", MEND)
+                    for name, variant in cell["arms"].items()
+                }
+                cells.append({**cell, "arms": variants, "where": place, "bandwidth": run["bandwidth"]})
     return runs, cells
 
 
@@ -61,13 +64,16 @@ def judge(cells: list[Line]) -> list[Target]:
     meaningful = not any(cell["interpreted"] for cell in cells)
     targets = []
     for size, least in ATTEND_SHARES.items():
-        large = [c for c in cells if c["group_tokens"] == size and c["context"] * c["batch"] >= LARGE_TOKENS]
+        large = [c for c in cells if c["group_size"] == size and c["context"] * c["batch"] >= LARGE_TOKENS]
         shares = [
-            (_arm(cell, "attend").get("bytes") or 0) / _arm(cell, "attend")["ms"] / 1e6 / cell["bandwidth"]["copy_gbps"]
+            (_variant(cell, "attend").get("bytes") or 0)
+            / _variant(cell, "attend")["ms"]
+            / 1e6
+            / cell["bandwidth"]["copy_gbps"]
             for cell in large
         ]
         measured = f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %, {len(shares)} cells" if shares else ""
-        name = f"gated attention of {size}-token groups reaches {100 * least:.0f} % of the copy bandwidth"
+        name = f"sparse attention of {size}-token groups reaches {100 * least:.0f} % of the copy bandwidth"
         targets.append(_target(name, meaningful, measured, bool(shares) and min(shares) >= least))
     here = [
         cell
@@ -76,17 +82,17 @@ def judge(cells: list[Line]) -> list[Target]:
         and cell["asked"].get("bytes") == STEP_BYTES
     ]
     place = f"{STEP_METHOD}, {STEP_CONTEXT // 1024}k, batch {STEP_BATCH}, {100 * STEP_BYTES:.0f} % of the bytes"
-    best = max(here, key=lambda cell: cell["best_dense_ms"] / _arm(cell, "step")["ms"], default=None)
+    best = max(here, key=lambda cell: cell["best_dense_ms"] / _variant(cell, "step")["ms"], default=None)
     speedup = scoring = 0.0
     texts = ["", ""]
     if best is not None:
-        dense_ms, step_ms = best["best_dense_ms"], _arm(best, "step")["ms"]
+        dense_ms, step_ms = best["best_dense_ms"], _variant(best, "step")["ms"]
         speedup = dense_ms / step_ms
-        scoring = (_arm(best, "score")["ms"] + _arm(best, "select")["ms"]) / dense_ms
+        scoring = (_variant(best, "score")["ms"] + _variant(best, "select")["ms"]) / dense_ms
         texts[0] = f"{speedup:.2f}x: {step_ms:.3f} ms, {best['best_dense']} {dense_ms:.3f} ms, {_name(best)}"
         texts[1] = f"{100 * scoring:.1f} %, {_name(best)}"
     targets.append(
-        _target(f"a step is {STEP_SPEEDUP:g}x the fastest dense arm ({place})", meaningful, texts[0],
+        _target(f"a step is {STEP_SPEEDUP:g}x the fastest dense variant ({place})", meaningful, texts[0],
                 best is not None and speedup >= STEP_SPEEDUP),
     )  # fmt: skip
     targets.append(
@@ -107,21 +113,21 @@ def _target(name: str, meaningful: bool, measured: str, passed: bool) -> Target:
     return Target(name, passed, measured or "not measured")
 
 
-def _arm(cell: Line, name: str) -> Line:
+def _variant(cell: Line, name: str) -> Line:
     return arm_of(cell, name + GRAPH, name)
 
 
 def arm_of(cell: Line, *names: str) -> Line:
-    """The first of these arms that a cell has."""
+    """The first of these variants that a cell has."""
     for name in names:
         if name in cell["arms"]:
-            arm: Line = cell["arms"][name]
-            return arm
-    raise ConfigError(f"{cell['where']}: no arm {names[-1]}: {MEND}")
+            variant: Line = cell["arms"][name]
+            return variant
+    raise ConfigError(f"{cell['where']}: no variant {names[-1]}: {MEND}")
 
 
 def _name(cell: Line) -> str:
-    return f"{cell['method']}@{cell['group_tokens']}"
+    return f"{cell['method']}@{cell['group_size']}"
 
 
 def main(paths: list[Path]) -> int:

@@ -60,7 +60,7 @@ def run_block(engine: str, block: str) -> str:
 @click.argument("engines", nargs=-1, type=click.Choice(ENGINES))
 def main(engines: tuple[str, ...]) -> None:
     """Runs the README's blocks of ENGINES (default: all; minutes each, mostly downloads) in fresh environments. Passes
-    where each ends with the needle answered densely and gated at under a tenth of the bytes."""
+    where each ends with the needle answered densely and sparse at under a tenth of the bytes."""
     blocks = readme_blocks()
     for engine in engines or ENGINES:
         print(run_block(engine, blocks[engine]), flush=True)

@@ -1,4 +1,4 @@
-"""Whole decode steps at a long context, dense and gated: `eps-proto run` on the demo model and on a random 1B shape.
+"""Whole decode steps at a long context, dense and sparse: `eps-proto run` on the demo model and on a random 1B shape.
 
 Speed only: the demo model is run past its trained context and the 1B model knows nothing, so what they say is not
 looked at. Appends the last line of every run, with the run line's versions and commit, to a JSONL.
@@ -21,7 +21,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from eps_core.errors import exit_code
-from eps_core.files import outputs
+from eps_core.io import outputs
 from eps_core.models.config import DEMO_MODEL
 from eps_core.tasks.corpus import corpus
 
@@ -147,10 +147,10 @@ def _run(
     line = {"type": "whole_step", **{k: v for k, v in result.items() if k not in ("text", "tokens")}, **made}
     line["model"], line["dtype"] = name, dtype
     line["speedup"] = result["dense"]["decode_ms_p50"] / result["eps"]["decode_ms_p50"]
-    dense_ms, gated_ms = (result[side]["decode_ms_p50"] for side in ("dense", "eps"))
+    dense_ms, sparse_ms = (result[side]["decode_ms_p50"] for side in ("dense", "eps"))
     print(
-        f"{name:9} {backend:5} {dtype:9} {result['prompt_tokens']:,} tokens: dense {dense_ms:.1f} ms, gated "
-        f"{gated_ms:.1f} ms a step ({line['speedup']:.2f} x), bytes {result['bytes_ratio']:.3f}",
+        f"{name:9} {backend:5} {dtype:9} {result['prompt_tokens']:,} tokens: dense {dense_ms:.1f} ms, sparse "
+        f"{sparse_ms:.1f} ms a step ({line['speedup']:.2f} x), bytes {result['bytes_ratio']:.3f}",
         flush=True,
     )
     return line

@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import tiny_models
-import triton_interpreter  # noqa: F401  mends what the interpreter gets wrong in bfloat16
+import triton_interpreter  # noqa: F401  fixes what the interpreter gets wrong in bfloat16
 
 from eps_core.load import BACKENDS, load_backend
 
@@ -50,10 +50,10 @@ LEFT_OUT = {
         "test_audit.py::test_methods_without_bounds_*",
         "test_bench.py::test_times_every_part_*",
         "test_bench.py::test_what_a_graph_records_*",
-        "test_certificate.py::test_bounds_hold_for_hard_keys_and_queries*",
-        "test_certificate.py::test_checker_finds_broken_summaries*",
-        "test_certificate.py::test_codes_of_single_keys_certify_*",
-        "test_certificate.py::test_everything_claimed_holds*",
+        "test_error_bounds.py::test_bounds_hold_for_hard_keys_and_queries*",
+        "test_error_bounds.py::test_checker_finds_broken_summaries*",
+        "test_error_bounds.py::test_codes_of_single_keys_certify_*",
+        "test_error_bounds.py::test_everything_claimed_holds*",
         "test_cli.py::test_a_demo_whose_last_figure_fails_*",
         "test_cli.py::test_info_counts_memory_*",
         "test_cli.py::test_the_demo_answers_its_needle_*",
@@ -132,8 +132,8 @@ class Bound(ModuleType):
         super().__init__(module.__name__)
         self.__dict__.update(vars(module))
 
-        def new_cache(spec: Any, store: Any, device: str = "auto", wanted: str = "auto") -> Any:
-            return module.new_cache(spec, store, device, kernels if wanted == "auto" else wanted)
+        def new_cache(spec: Any, cache_config: Any, device: str = "auto", wanted: str = "auto") -> Any:
+            return module.new_cache(spec, cache_config, device, kernels if wanted == "auto" else wanted)
 
         self.new_cache = new_cache
 

@@ -1,11 +1,12 @@
-"""Eviction policies once more, from their formulas, in loops: they judge `eps_core.evict` and share no code with it."""
+"""Eviction policies once more, from their formulas, in loops: they judge `eps_core.eviction` and share no code with
+it."""
 
 import math
 from typing import Any
 
 import numpy as np
 
-from eps_core.evict.base import Head, Rule
+from eps_core.eviction.base import Head, Rule
 
 Scores = list[list[list[float]]]  # [L][H][T]
 
@@ -24,8 +25,8 @@ def single(x: float) -> float:
 
 def pins(head: Head, rule: Rule) -> list[int]:
     by_age = sorted(range(len(head.positions)), key=lambda row: -head.positions[row])
-    newest, rest = by_age[: rule.last_tokens], by_age[rule.last_tokens :]
-    return newest + [row for row in rest[::-1] if head.positions[row] < rule.first_tokens]
+    newest, rest = by_age[: rule.num_recent_tokens], by_age[rule.num_recent_tokens :]
+    return newest + [row for row in rest[::-1] if head.positions[row] < rule.num_sink_tokens]
 
 
 def order(head: Head, scores: list[float], rule: Rule) -> list[int]:
@@ -47,7 +48,7 @@ def text_order(head: Head) -> list[int]:
 
 def judged(head: Head, rule: Rule) -> list[int]:
     rows = text_order(head)
-    return rows[: max(len(rows) - rule.last_tokens, 0)]
+    return rows[: max(len(rows) - rule.num_recent_tokens, 0)]
 
 
 def uniform(rule: Rule, layer: int, kv_head: int, position: int) -> float:
@@ -216,8 +217,8 @@ def triattention_head(head: Head) -> list[float]:
                 trig = sum(math.cos(omega[i] * (now - p + 2**d) + phase) for d in range(17)) / 17
                 score += size * trig + (modulus[r, i] - abs(mean[r, i])) * abs(before)
             raw.append(score)
-        centre, spread, largest = np.mean(raw), np.std(raw), max(map(abs, raw))
-        z = [(x - centre) / spread if spread > 1e-6 * largest else 0.0 for x in raw]
+        centroid, spread, largest = np.mean(raw), np.std(raw), max(map(abs, raw))
+        z = [(x - centroid) / spread if spread > 1e-6 * largest else 0.0 for x in raw]
         best = [max(pair) for pair in zip(best, z, strict=True)]
     return best
 

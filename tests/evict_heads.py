@@ -5,20 +5,20 @@ from types import ModuleType
 
 import numpy as np
 
-from eps_core.evict.base import Head
+from eps_core.eviction.base import Head
 
 D = 8
 FREQUENCIES = 100.0 ** -(np.arange(0, D, 2) / D)
 GATHERED = {
-    "window": lambda facts: facts.window > 0,
-    "sums": lambda facts: facts.sums,
-    "squares": lambda facts: facts.squares,
-    "keys": lambda facts: facts.keys,
-    "queries": lambda facts: facts.queries,
-    "query_mean": lambda facts: facts.query_moments,
-    "query_abs": lambda facts: facts.query_moments,
-    "frequencies": lambda facts: facts.keys,
-    "future": lambda facts: facts.future,
+    "window": lambda method_spec: method_spec.window > 0,
+    "sums": lambda method_spec: method_spec.sums,
+    "squares": lambda method_spec: method_spec.squares,
+    "keys": lambda method_spec: method_spec.keys,
+    "queries": lambda method_spec: method_spec.queries,
+    "query_mean": lambda method_spec: method_spec.query_moments,
+    "query_abs": lambda method_spec: method_spec.query_moments,
+    "frequencies": lambda method_spec: method_spec.keys,
+    "future": lambda method_spec: method_spec.future,
 }
 
 
@@ -64,14 +64,14 @@ def head(
 
 def asked(layers: list[list[Head]], policy: ModuleType) -> list[list[Head]]:
     """The same heads with no more than the policy's facts ask for."""
-    facts = policy.FACTS
+    method_spec = policy.SPEC
 
     def less(one: Head) -> Head:
-        gone = {name: None for name, asks in GATHERED.items() if not asks(facts)}
+        gone = {name: None for name, asks in GATHERED.items() if not asks(method_spec)}
         kept = replace(one, **gone)
-        if facts.window:
+        if method_spec.window:
             short = {name: getattr(kept, name) for name in ("window", "queries")}
-            cut = {name: x[:, -facts.window :] for name, x in short.items() if x is not None}
+            cut = {name: x[:, -method_spec.window :] for name, x in short.items() if x is not None}
             kept = replace(kept, **cut)
         return kept
 

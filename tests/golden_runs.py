@@ -20,12 +20,12 @@ import tiny_models
 import torch
 from verified_runs import Model, eps
 
-from eps_core import oracle
+from eps_core import reference
+from eps_core.attention.layer import sparse_attention
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import layers
 from eps_core.decode.sampling import Sampling
-from eps_core.gate.attend import attend_layer
 
 FILE = Path(__file__).parent / "golden" / "decode.json"
 LENGTHS, STEPS = (250, 131), 3  # tokens of the two prompts; decode steps after them
@@ -47,31 +47,31 @@ class Golden:
     model: str = "mistral"  # 4 query heads of 32 over 2 kv heads; llama2: 4 of 16 over 4
     kv_dtype: str = "float32"
     kv_bits: Any = (16, 16)
-    verify: Verify | None = None
+    verify: SpeculativeConfig | None = None
 
     @property
     def rounded(self) -> bool:
         """K, V or the means of skipped values are stored in fewer than 32 bits."""
-        return self.kv_dtype != "float32" or self.kv_bits != (16, 16) or self.config.store.tail_tokens > 0
+        return self.kv_dtype != "float32" or self.kv_bits != (16, 16) or self.config.cache_config.correction_tokens > 0
 
 
 CONFIGS = {
     "off": Golden(eps("off")),
     "rq": Golden(eps("rq")),
-    "rq-one-stage-g8": Golden(eps("rq", group_tokens=8, mean_bits=8, stages=(), refine=0.0)),
-    "rq-two-stages-refine-tail": Golden(eps("rq", stages=(0.5, 0.3), refine=0.25, tail_tokens=64, budget=0.1)),
+    "rq-one-stage-g8": Golden(eps("rq", group_size=8, mean_bits=8, cascade=(), rescore=0.0)),
+    "rq-two-stages-refine-tail": Golden(eps("rq", cascade=(0.5, 0.3), rescore=0.25, correction_tokens=64, budget=0.1)),
     "rq-sum": Golden(eps("rq", combine="sum", budget=0.1)),
     "rq-every-head": Golden(eps("rq", mean_tokens=32), model="llama2"),
     "rq-strict": Golden(eps("rq", bound_bits=8, strict=True, epsilon=0.1, budget=0.1)),
     "rq-bfloat16": Golden(eps("rq"), kv_dtype="bfloat16"),
-    "rq-k8-v4": Golden(eps("rq", group_tokens=1), kv_dtype="bfloat16", kv_bits=(8, 4)),
+    "rq-k8-v4": Golden(eps("rq", group_size=1), kv_dtype="bfloat16", kv_bits=(8, 4)),
     "rq-nvfp4-fp8": Golden(eps("rq"), kv_dtype="bfloat16", kv_bits=("nvfp4", "fp8")),
-    "box-union-g16": Golden(eps("box", group_tokens=16, scope="union")),
-    "moments-tail": Golden(eps("moments", group_tokens=8, tail_tokens=32)),
+    "box-union-g16": Golden(eps("box", group_size=16, scope="union")),
+    "moments-tail": Golden(eps("moments", group_size=8, correction_tokens=32)),
     "jl-threshold": Golden(eps("jl", policy="threshold", top_pages=6)),
-    "meanstd-every-head": Golden(eps("meanstd", group_tokens=2), model="llama2"),
+    "meanstd-every-head": Golden(eps("meanstd", group_size=2), model="llama2"),
     "norm": Golden(eps("norm")),
-    "rq-verified": Golden(eps("rq", budget=0.5), verify=Verify("tokens", 2)),
+    "rq-verified": Golden(eps("rq", budget=0.5), verify=SpeculativeConfig("tokens", 2)),
 }
 
 
@@ -116,19 +116,24 @@ def measure(backend: Any, device: str, golden: Golden, near: bool = False) -> di
     reads: list[Any] = []
 
     def recorded(*arguments: Any, **named: Any) -> Any:
-        out, read = attend_layer(*arguments, **named)
+        out, read = sparse_attention(*arguments, **named)
         chosen = lists(backend, read.selection)
         reads.append((chosen, near_ties(*arguments[1:5], chosen) if near else None))
         return out, read
 
     found: dict[str, Any] = {"logits": [], "selections": [], "near": [], "bytes": []}
-    with mock.patch.object(layers, "attend_layer", recorded):
+    with mock.patch.object(layers, "sparse_attention", recorded):
         for step in range(-STEPS, 0):
             news = [one[step] for one in texts]
             slots = np.concatenate([pool.append(s, [new])[0] for s, new in zip(sequences, news, strict=True)])
             reads.clear()
             kept, output = model.decoder.step(
-                kept, np.array(news), slots, pool.table(sequences), pool.lengths(sequences), golden.config.read
+                kept,
+                np.array(news),
+                slots,
+                pool.table(sequences),
+                pool.lengths(sequences),
+                golden.config.selection_config,
             )
             found["logits"].append(output.logits.tolist())
             found["selections"].append([chosen for chosen, _ in reads])
@@ -145,21 +150,21 @@ def lists(backend: Any, selection: Any) -> Any:
     return [[one[:n].tolist() for one, n in zip(*pair, strict=True)] for pair in zip(groups, counts, strict=True)]
 
 
-def near_ties(kept: Any, layer: int, q: Any, where: Any, chosen: Any) -> Any:
+def near_ties(kept: Any, layer: int, q: Any, plan: Any, chosen: Any) -> Any:
     """Return [B][Hkv] lists of the groups that noise of NEAR_NATS in the reference's scores adds or drops."""
     if chosen is None:
         return None
     rng, found = np.random.default_rng(layer), [[set[int]() for _ in heads] for heads in chosen]
 
     def noisy(*arguments: Any) -> Any:
-        scores = oracle.score(*arguments)
+        scores = reference.score(*arguments)
         scores.estimate[...] += NEAR_NATS * rng.choice([-1.0, 1.0], scores.estimate.shape)
         return scores
 
-    other = SimpleNamespace(**vars(oracle) | {"score": noisy})
+    other = SimpleNamespace(**vars(reference) | {"score": noisy})
     for _ in range(DRAWS):
-        _, read = attend_layer(other, copy.copy(kept), layer, q, where)  # a copy counts what these reads read
-        for one, drawn, want in zip(found, lists(oracle, read.selection), chosen, strict=True):
+        _, read = sparse_attention(other, copy.copy(kept), layer, q, plan)  # a copy counts what these reads read
+        for one, drawn, want in zip(found, lists(reference, read.selection), chosen, strict=True):
             for head in range(len(one)):
                 one[head] |= set(drawn[head]) ^ set(want[head])
     return [[sorted(one) for one in heads] for heads in found]
@@ -174,7 +179,7 @@ def to_keep(found: dict[str, Any]) -> dict[str, Any]:
     return {"deviation": round(float(logits.std()), 7), **found, "logits": places.tolist()}
 
 
-def differences(golden: Golden, found: dict[str, Any], want: dict[str, Any], reference: bool = False) -> list[str]:
+def differences(golden: Golden, found: dict[str, Any], want: dict[str, Any], ref_cache: bool = False) -> list[str]:
     """Return one line for every kind of difference between a run and the kept one; `reference`: it is the reference."""
     if golden.verify is not None:
         return [f"{name}: {found[name]}, not {want[name]}" for name in want if found[name] != want[name]]
@@ -188,14 +193,14 @@ def differences(golden: Golden, found: dict[str, Any], want: dict[str, Any], ref
         for b, head in np.ndindex(len(kept), len(kept[0])):
             differ = set(got[b][head]) ^ set(kept[b][head])
             ties += bool(differ)
-            if differ - set(near[b][head]) or (differ and reference):
+            if differ - set(near[b][head]) or (differ and ref_cache):
                 said.append(f"step {step}, layer {layer}, sequence {b}, kv head {head}: groups {sorted(differ)} differ")
     if not ties and found["bytes"] != want["bytes"]:
         said.append(f"bytes by step and layer, K and V, summaries: {found['bytes']}, not {want['bytes']}")
     logits = np.array(found["logits"])
     off = np.abs(logits[:, :, :: -(-logits.shape[2] // PLACES)] - np.array(want["logits"])).max() / want["deviation"]
     limit = (
-        TIE_TOLERANCE if ties else TOLERANCE["reference" if reference else "rounded" if golden.rounded else "float32"]
+        TIE_TOLERANCE if ties else TOLERANCE["reference" if ref_cache else "rounded" if golden.rounded else "float32"]
     )
     if not off <= limit:  # NaN, too
         said.append(f"logits are off by {off:.1e} standard deviations, more than {limit:.0e}")
@@ -207,10 +212,10 @@ def read() -> dict[str, Any]:
 
 
 def write() -> None:
-    """Write the file anew: a line for each kind of number of each configuration."""
+    """Write the file again: a line for each kind of number of each configuration."""
     blocks = []
     for name, golden in CONFIGS.items():
-        kept = to_keep(measure(oracle, "cpu", golden, near=True))
+        kept = to_keep(measure(reference, "cpu", golden, near=True))
         lines = [f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in kept.items()]
         blocks.append(f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n}")
     FILE.parent.mkdir(exist_ok=True)

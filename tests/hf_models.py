@@ -12,12 +12,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from eps_core.attention.layer import collect, sparse_attention
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.engine.paged import Paged
-from eps_core.gate.attend import attend_layer, collect
+from eps_core.integrations.paged import Paged
 from eps_core.load import load_backend
-from eps_cuda.hooks.transformers import EpsCache
+from eps_cuda.integrations.transformers import EpsCache
 
 GLOBAL, SLIDING = "full_attention", "sliding_attention"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,7 +36,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": None}),
 }  # fmt: skip
 GATED = {name: (1, 3) if name == "gemma3" else (0, 1) for name in FAMILIES}
-SMALL = {"first_tokens": 4, "last_tokens": 8}
+SMALL = {"num_sink_tokens": 4, "num_recent_tokens": 8}
 RQ = EpsConfig.of("rq", budget=0.2, **SMALL)
 WHOLE = EpsConfig.of("rq", budget=1.0, **SMALL)
 
@@ -124,12 +124,12 @@ def gone(cache: EpsCache) -> None:
 
 
 class Reference:
-    """Attention "eps-reference": of decode rows, everything anew from the raw K and V of a stock cache, in float64."""
+    """Attention "eps-reference": of decode rows, everything again from the raw K and V of a stock cache, in float64."""
 
     NAME = "eps-reference"
 
     def __init__(self, config: EpsConfig) -> None:
-        self.config, self.eps = config, load_backend("numpy")
+        self.config, self.backend = config, load_backend("numpy")
         self.lists: list[Any] = []
         AttentionInterface.register(self.NAME, self.attend)
         AttentionMaskInterface.register(self.NAME, sdpa_mask)
@@ -138,8 +138,8 @@ class Reference:
         if query.shape[2] > 1 or getattr(module, "is_sliding", False):
             return sdpa_attention_forward(module, query, key, value, mask, **more)
         batch, kv_heads, total, width = key.shape
-        spec = CacheSpec(1, kv_heads, width, batch * (total // self.config.store.unit_tokens + 1))
-        paged = Paged(self.eps, spec, self.config.store, "cpu")
+        spec = CacheSpec(1, kv_heads, width, batch * (total // self.config.cache_config.unit_tokens + 1))
+        paged = Paged(self.backend, spec, self.config.cache_config, "cpu")
         sequences = [paged.open() for _ in range(batch)]
         counts = [total if mask is None else int(mask[row, 0, -1].sum()) for row in range(batch)]
         k, v = (
@@ -148,8 +148,8 @@ class Reference:
         )
         paged.write(0, k, v, paged.append(sequences, counts))
         q = query[:, :, 0].cpu().numpy() * (more["scaling"] * width**0.5)
-        out, read = attend_layer(self.eps, paged.cache, 0, q, paged.where(self.config, sequences))
-        collect(self.eps, paged.cache, [read])
+        out, read = sparse_attention(self.backend, paged.cache, 0, q, paged.plan(self.config, sequences))
+        collect(self.backend, paged.cache, [read])
         chosen = read.selection
         self.lists.append(
             None if chosen is None else [

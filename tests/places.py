@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.paging.where import Where
+from eps_core.kv_cache.step_plan import StepPlan
 
 
-def place(config: EpsConfig, lengths: Sequence[int] | np.ndarray, num_groups: int) -> Where:
+def place(config: EpsConfig, lengths: Sequence[int] | np.ndarray, num_groups: int) -> StepPlan:
     """A step of sequences of `lengths` tokens in units 0, 1, .., of exactly that many groups, whole units or not."""
-    units = -(-num_groups // config.store.groups_per_unit)
-    where = Where.of(config, np.tile(np.arange(units), (len(lengths), 1)), np.asarray(lengths))
-    where.__dict__["num_groups"] = num_groups  # as a cached property keeps it
-    return where
+    units = -(-num_groups // config.cache_config.groups_per_unit)
+    plan = StepPlan.of(config, np.tile(np.arange(units), (len(lengths), 1)), np.asarray(lengths))
+    plan.__dict__["num_groups"] = num_groups  # as a cached property keeps it
+    return plan

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import eps_core
 from eps_core import LLM, EpsConfig
 from eps_core.config import eps as eps_module
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import llm as llm_module
 from eps_core.decode import session as session_module
 from eps_core.decode.llm import Generation, Piece
@@ -30,7 +30,7 @@ from eps_core.errors import ConfigError
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 5
 RAGGED = [TEXT, "x", TEXT[7:160]]
-BOX: dict[str, Any] = {"method": "box", "group_tokens": 8, "first_tokens": 4, "last_tokens": 16, "budget": 0.3}
+BOX: dict[str, Any] = {"method": "box", "group_size": 8, "num_sink_tokens": 4, "num_recent_tokens": 16, "budget": 0.3}
 OFF = {"method": "off"}
 SETTINGS = {"off": OFF, "box": BOX, "rq": {"method": "rq", "budget": 0.3}}
 NEEDLE = "# The code for otter is 31415.\n" + "x = 1\n" * 150 + "\n# What is the code for otter? The code for otter is "
@@ -85,7 +85,7 @@ def test_the_import_loads_no_array_library(line: str, unloaded: set[str]) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     loaded = set(done.stdout.split())
     assert "eps_core" in loaded
-    assert not loaded & {"mlx", "mlx.core", "torch", "numba", "llvmlite", "eps_mlx", "eps_cuda", "eps_core.oracle"}
+    assert not loaded & {"mlx", "mlx.core", "torch", "numba", "llvmlite", "eps_mlx", "eps_cuda", "eps_core.reference"}
     assert not loaded & unloaded
 
 
@@ -185,8 +185,8 @@ def test_a_config_stands_for_method_and_selection(model: Path) -> None:
     assert LLM(model, backend="numpy").config == EpsConfig("rq")
     assert LLM(model, backend="numpy", config=config).config == LLM(model, backend="numpy", **BOX).config == config
     for name in ("dense", "off"):
-        assert LLM(model, name, backend="numpy", budget=0.1).config.store.enabled is False
-    verify = Verify("tokens", 3)
+        assert LLM(model, name, backend="numpy", budget=0.1).config.cache_config.enabled is False
+    verify = SpeculativeConfig("tokens", 3)
     assert LLM(model, backend="numpy", speculative=verify).session.verify is verify
     assert LLM(model, backend="numpy", kv_bits=8).session.kv_bits == (8, 8)
 
@@ -394,7 +394,7 @@ def test_what_cannot_be_continued_is_refused_in_one_line(plain: LLM, call: str, 
         ({"device": "tpu"}, "device tpu is not there"),
         ({"backend": "jax"}, "backend 'jax' is unknown"),
         ({"speculative": "yes"}, "speculative 'yes' is not true or false"),
-        ({"speculative": True, "method": "dense"}, "eps-verify tokens drafts with gated steps and method off"),
+        ({"speculative": True, "method": "dense"}, "eps-verify tokens drafts with sparse steps and method off"),
         ({"kv_bits": 3}, "kv-bits 3 is not one of 16, 8"),
         ({"kv_bits": (8,)}, r"kv_bits \(8,\) is not a list of 2"),
     ],
@@ -411,6 +411,6 @@ def test_a_session_takes_settings_or_a_config_and_is_off_without_either(model: P
     assert Session.open(str(model), "numpy").config == EpsConfig()
     assert Session.open(model, "numpy", block_size=32).config == EpsConfig.of(block_size=32)
     assert Session.open(model, "numpy", **BOX).config == Session.open(model, "numpy", config=config).config == config
-    assert Session.open(model, "numpy", method="rq", budget=np.float32(0.5)).config.read.budget == 0.5
+    assert Session.open(model, "numpy", method="rq", budget=np.float32(0.5)).config.selection_config.budget == 0.5
     with pytest.raises(ConfigError, match='budget means nothing while EPS is off: add method="rq"'):
         Session.open(model, "numpy", budget=0.1)

@@ -8,25 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from test_conformance import eps, visit_mask
+from test_conformance import eps, selection_mask
 
+from eps_core.attention.protocol import Scores
 from eps_core.config.bytes import scoring_bytes
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
-from eps_core.gate.protocol import Scores
+from eps_core.kv_cache.pool import PagePool
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_core.metrics.steps import StepRecord, kl_divergence, summarise
 from eps_core.models.config import read_spec
-from eps_core.paging.pool import PagePool
-from eps_core.paging.where import Where
-from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (290, 65)]
 STEPS = 4
 CONFIGS = {
-    "rq": EpsConfig.of(method="rq", first_tokens=4, last_tokens=8, budget=0.05),
-    "rq-dropped-tail": eps("rq", group_tokens=2, tail_tokens=0),
+    "rq": EpsConfig.of(method="rq", num_sink_tokens=4, num_recent_tokens=8, budget=0.05),
+    "rq-dropped-tail": eps("rq", group_size=2, correction_tokens=0),
     "moments": eps("moments"),
     "meanstd": eps("meanstd", policy="threshold", top_pages=9),
     "union": eps("box", scope="union"),
@@ -49,7 +49,7 @@ class Watched:
         self.backend, device = target
         self.config, self.spec, self.dense_step = config, read_spec(model), dense_step
         self.decoder = load_decoder(self.backend, model, self.spec, "float32", device)
-        self.eps, self.timing, self.num_steps = self.backend, False, 0
+        self.backend, self.timing, self.num_steps = self.backend, False, 0
         self.seen: list[dict[int, np.ndarray]] = []  # of each step: {layer: q}
         self.visits: list[list[np.ndarray]] = []  # of each step and layer: [B, Hkv, G]
         self.unread: list[np.ndarray] = []  # of each step: [L, Hkv] in float64, the largest over sequences and queries
@@ -75,12 +75,17 @@ class Watched:
 
     def run(self, prompts: list = PROMPTS, **more: Any) -> list[StepRecord]:
         config, spec = self.config, self.spec
-        units = sum(-(-(len(prompt) + STEPS) // config.store.unit_tokens) for prompt in prompts)
+        units = sum(-(-(len(prompt) + STEPS) // config.cache_config.unit_tokens) for prompt in prompts)
         cache = self.backend.new_cache(
-            CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config.store, self.decoder.device
+            CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units),
+            config.cache_config,
+            self.decoder.device,
         )
-        pool, more = PagePool(units, config.store.unit_tokens), {"keep_logits": True, "prefill_chunk": 128, **more}
-        return list(generate(self, cache, pool, prompts, STEPS, Sampling(), config.read, **more))  # type: ignore[arg-type]
+        pool, more = (
+            PagePool(units, config.cache_config.unit_tokens),
+            {"keep_logits": True, "prefill_chunk": 128, **more},
+        )
+        return list(generate(self, cache, pool, prompts, STEPS, Sampling(), config.selection_config, **more))  # type: ignore[arg-type]
 
     def _hear(self, layer: int, q: Any) -> None:
         if self.watching:
@@ -89,19 +94,19 @@ class Watched:
     def _visit(self, cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """What this layer visited, asked again; the bytes that this reads are not counted."""
         backend, config, counted = self.backend, self.config, (cache.kv_bytes_read, cache.bound_bytes_read)
-        groups = table.shape[1] * config.store.groups_per_unit
-        inside = np.arange(groups) < -(-lengths // config.store.S)[:, None]
-        if config.read.dense_layer(layer):
+        groups = table.shape[1] * config.cache_config.groups_per_unit
+        inside = np.arange(groups) < -(-lengths // config.cache_config.S)[:, None]
+        if config.selection_config.dense_layer(layer):
             return np.repeat(inside[:, None], self.spec.num_kv_heads, axis=1)
         q = backend.from_numpy(self.seen[-1][layer], "float32", self.decoder.device)
-        scores = backend.score(cache, layer, q, Where.of(config, table, lengths))
-        selected = backend.select(scores, Where.of(config, table, lengths), layer)
-        if config.read.strict:
-            _, lse = backend.attend(cache, layer, q, Where.of(config, table, lengths), selected)
-            scores = backend.bounds(cache, layer, q, Where.of(config, table, lengths), scores, selected)
-            _, selected = backend.escalate(config.read, scores, selected, lse)
+        scores = backend.score(cache, layer, q, StepPlan.of(config, table, lengths))
+        selected = backend.select(scores, StepPlan.of(config, table, lengths), layer)
+        if config.selection_config.strict:
+            _, lse = backend.attend(cache, layer, q, StepPlan.of(config, table, lengths), selected)
+            scores = backend.bounds(cache, layer, q, StepPlan.of(config, table, lengths), scores, selected)
+            _, selected = backend.extend_selection(config.selection_config, scores, selected, lse)
         cache.kv_bytes_read, cache.bound_bytes_read = counted
-        return visit_mask(backend, selected, groups)
+        return selection_mask(backend, selected, groups)
 
     def _unread(self, cache: Any, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         shares = np.zeros((self.spec.num_layers, self.spec.num_kv_heads))
@@ -113,7 +118,7 @@ class Watched:
                     head = r // repeat
                     logits = keys[:, head] @ q / np.sqrt(self.spec.head_dim)
                     weights = np.exp(logits - logits.max())
-                    read = np.repeat(self.visits[-1][layer][b, head], self.config.store.S)[:length]
+                    read = np.repeat(self.visits[-1][layer][b, head], self.config.cache_config.S)[:length]
                     shares[layer, head] = max(shares[layer, head], 1 - weights[read].sum() / weights.sum())
         return shares
 
@@ -129,21 +134,24 @@ def test_an_audit_tells_the_truth_and_changes_nothing(target, model, name):
         # not a bit of the decode, and not a byte of what it reads
         assert np.array_equal(record.logits, quiet.logits)
         for field in vars(record):
-            if field in ("tokens", "lengths", "fallbacks", "escalations") or field.startswith(("pages", "bytes")):
+            if field in ("tokens", "lengths", "fallbacks", "extensions") or field.startswith(("pages", "bytes")):
                 assert getattr(record, field) == getattr(quiet, field), field
         assert not quiet.audited and quiet.audit_alarms == 0
-        assert quiet.audit_kl is quiet.mass_skipped_true is quiet.true_by_head is None
-        assert record.pages_visited == sum(int(visit.sum()) for visit in watched.visits[step])
+        assert quiet.audit_kl is quiet.skipped_mass_true_max is quiet.true_by_head is None
+        assert record.pages_visited == sum(int(selected_mask.sum()) for selected_mask in watched.visits[step])
         if not record.audited:
-            assert record.audit_kl is record.mass_skipped_true is record.true_by_head is None
+            assert record.audit_kl is record.skipped_mass_true_max is record.true_by_head is None
             continue
         true = watched.unread[step]
-        assert record.true_by_head is not None and record.mass_skipped_true == record.true_by_head.max()
+        assert record.true_by_head is not None and record.skipped_mass_true_max == record.true_by_head.max()
         np.testing.assert_allclose(record.true_by_head, true, atol=1e-5)
-        if config.store.has_bounds:
-            assert (true <= record.cert_by_head + 1e-6).all()
-        if config.read.strict:
-            assert record.mass_skipped_cert is not None and record.mass_skipped_cert <= config.read.epsilon
+        if config.cache_config.has_bounds:
+            assert (true <= record.bound_by_head + 1e-6).all()
+        if config.selection_config.strict:
+            assert (
+                record.skipped_mass_bound_max is not None
+                and record.skipped_mass_bound_max <= config.selection_config.epsilon
+            )
     assert max(shares.max() for shares in watched.unread) > 0.01, "nothing was skipped: this says nothing"
 
 
@@ -154,12 +162,12 @@ def test_audit_kl_is_against_a_dense_step_of_the_same_tokens(target, model, name
     tokens = [[record.tokens[i] for record in audited] for i in range(len(PROMPTS))]
     values = []
     for step in (0, 3):
-        other = Watched(target, model, config, dense_step=step).run(forced_tokens=tokens)
+        other = Watched(target, model, config, dense_step=step).run(always_selected_tokens=tokens)
         values.append(kl_divergence(other[step].logits, audited[step].logits).mean())
         assert other[step].pages_skipped == 0 < audited[step].pages_skipped
         assert audited[step].audit_kl == pytest.approx(values[-1], rel=1e-3, abs=1e-6)
-    # nothing was gated before the first step: there it is the distance to a run without EPS
-    dense = Watched(target, model, EpsConfig.of()).run(forced_tokens=tokens)
+    # nothing was sparse before the first step: there it is the distance to a run without EPS
+    dense = Watched(target, model, EpsConfig.of()).run(always_selected_tokens=tokens)
     assert audited[0].audit_kl == pytest.approx(
         kl_divergence(dense[0].logits, audited[0].logits).mean(), rel=1e-3, abs=1e-6
     )
@@ -213,10 +221,10 @@ def largest(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("method", ["rq", "moments", "meanstd"])
 def test_an_estimate_below_the_truth_raises_alarms(target, model, monkeypatch, method):
     # the budget has room for all groups but those whose estimates will be lowered: they count for nothing, unread
-    config, factor = eps(method, group_tokens=2, budget=0.7), 1e3
+    config, factor = eps(method, group_size=2, budget=0.7), 1e3
     healthy = Watched(target, model, config).run(audit_every=2, audit_factor=factor)
     assert all(record.audit_alarms == 0 for record in healthy)
-    assert all(record.pages_skipped > 0 and record.mass_skipped_true > 0.01 for record in healthy if record.audited)
+    assert all(record.pages_skipped > 0 and record.skipped_mass_true_max > 0.01 for record in healthy if record.audited)
     break_scores(monkeypatch, target[0], "estimate", largest, 20.0)
     records = Watched(target, model, config).run(audit_every=2, audit_factor=factor)
     assert [record.audit_alarms > 0 for record in records] == [True, False] * 2
@@ -226,7 +234,7 @@ def test_an_estimate_below_the_truth_raises_alarms(target, model, monkeypatch, m
 @pytest.mark.parametrize("method", ["moments", "box"])
 def test_a_certificate_below_the_truth_raises_alarms(target, model, monkeypatch, method):
     config, backend = eps(method), target[0]
-    # a factor that no estimate can miss: what is left are certificates
+    # a factor that no estimate can miss: what is left are error bounds
     healthy = Watched(target, model, config).run(audit_every=2, audit_factor=float("inf"))
     assert all(record.audit_alarms == 0 for record in healthy)
 
@@ -234,7 +242,7 @@ def test_a_certificate_below_the_truth_raises_alarms(target, model, monkeypatch,
     records = Watched(target, model, config).run(audit_every=2, audit_factor=float("inf"))
     assert [record.audit_alarms > 0 for record in records] == [True, False] * 2
     for record in records:
-        assert not record.audited or record.mass_skipped_true > record.mass_skipped_cert
+        assert not record.audited or record.skipped_mass_true_max > record.skipped_mass_bound_max
 
 
 def test_after_an_alarm_the_steps_are_dense(target, model, monkeypatch):
@@ -258,16 +266,16 @@ def test_after_an_alarm_the_steps_are_dense(target, model, monkeypatch):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("method", ["jl", "meanstd", "rq"])
 def test_methods_without_bounds_are_strict_by_codes_of_keys(target, model, method, bits):
-    config = eps(method, bound_bits=bits, strict=True, epsilon=0.2, tail_tokens=0)
+    config = eps(method, bound_bits=bits, strict=True, epsilon=0.2, correction_tokens=0)
     watched = Watched(target, model, config)
     watched.watching = True
     records, spec = watched.run(PROMPTS[:1]), watched.spec
     key_bytes = spec.head_dim * bits // 8 + 2 + 3 * 2
     for record, shares in zip(records, watched.unread, strict=True):
-        assert shares.max() <= record.mass_skipped_cert <= 0.2
+        assert shares.max() <= record.skipped_mass_bound_max <= 0.2
         # codes of exactly those groups that the policy left out, whatever strict mode read of them afterwards
-        left = record.pages_skipped + record.pages_escalated
+        left = record.pages_skipped + record.pages_extended
         scored = scoring_bytes(config, spec.head_dim, record.lengths)
         scored *= spec.num_layers * spec.num_kv_heads
-        assert record.bytes_summary_read - scored == left * config.store.S * key_bytes > 0
-    assert sum(record.escalations for record in records) > 0
+        assert record.bytes_summary_read - scored == left * config.cache_config.S * key_bytes > 0
+    assert sum(record.extensions for record in records) > 0

@@ -19,8 +19,8 @@ from eps_core.bench.proof import require_same, run_step
 from eps_core.cli import main
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend
-from eps_core.paging.where import Where
 
 HEADS, HEAD_DIM, GROUPED = 2, 32, 4  # kv heads, their dimensions, query heads
 TINY = (
@@ -90,22 +90,24 @@ def test_times_every_part_on_every_backend(bench: Bench, tmp_path: Path, backend
     bandwidth = run["bandwidth"]
     assert bandwidth["roof_gbps"] == max(bandwidth["copy_gbps"], bandwidth["read_gbps"]) > 0
     assert run["interpreted"] is slow and ("INTERPRETED" in out) is slow
-    assert [f"{cell['method']}@{cell['group_tokens']}" for cell in cells] == methods.split(",")
+    assert [f"{cell['method']}@{cell['group_size']}" for cell in cells] == methods.split(",")
     assert [cell["method"] for cell in summary["cells"]] == [cell["method"] for cell in cells]
     for cell in cells:
         parts = {"score", "select", "attend", "write", "step", "step_with_write", "eps dense", "grouped matmul"}
-        arms = cell["arms"]
-        assert parts <= set(arms) and cell["kernels"] == kernels and not cell["failed_arms"], cell["failed_arms"]
+        variants = cell["arms"]
+        assert parts <= set(variants) and cell["kernels"] == kernels and not cell["failed_variants"], cell[
+            "failed_variants"
+        ]
         assert cell["check"]["computed_by"]["attend"] == kernels
-        assert cell["check"]["out_error"] < 1e-3 and cell["groups_visited"] < cell["groups_total"]
-        for arm in arms.values():
-            samples = arm["samples_ms"]
+        assert cell["check"]["out_error"] < 1e-3 and cell["groups_selected"] < cell["groups_total"]
+        for variant in variants.values():
+            samples = variant["samples_ms"]
             assert len(samples) == cell["rounds"] and min(samples) > 0
-            assert arm["least_ms"] <= arm["p10_ms"] <= arm["ms"] <= arm["p90_ms"]
-            assert arm["ms"] == pytest.approx(np.median(samples))
-            assert arm["gbps"] == pytest.approx(arm["bytes"] / arm["ms"] / 1e6)
-            assert arm["share_of_bandwidth"] == pytest.approx(arm["gbps"] / bandwidth["roof_gbps"])
-        dense = {name: arm["ms"] for name, arm in arms.items() if arm["kind"] == "dense"}
+            assert variant["least_ms"] <= variant["p10_ms"] <= variant["ms"] <= variant["p90_ms"]
+            assert variant["ms"] == pytest.approx(np.median(samples))
+            assert variant["gbps"] == pytest.approx(variant["bytes"] / variant["ms"] / 1e6)
+            assert variant["share_of_bandwidth"] == pytest.approx(variant["gbps"] / bandwidth["roof_gbps"])
+        dense = {name: variant["ms"] for name, variant in variants.items() if variant["kind"] == "dense"}
         assert cell["best_dense"] == min(dense, key=lambda name: dense[name])
         assert cell["speedup"] == pytest.approx(cell["best_dense_ms"] / cell["step_ms"])
     for name in ("roofline.svg", "scaling.svg"):
@@ -125,15 +127,15 @@ def test_counts_bytes_exactly(bench: Bench, tmp_path: Path, backend: str, dtype:
     token = 2 * HEAD_DIM * {"float32": 4, "bfloat16": 2}[dtype]
     groups, rows = context // 2, batch * HEADS
     assert cell["dense_bytes"] == rows * context * token
-    assert cell["groups_total"] == rows * groups and cell["groups_visited"] == rows * groups // 4
+    assert cell["groups_total"] == rows * groups and cell["groups_selected"] == rows * groups // 4
     assert cell["kv_bytes"] == cell["arms"]["attend"]["bytes"] == rows * groups // 4 * 2 * token
     # of 64 tokens a mean in 4 bits, 32 scales of a byte and half of 32 codes of 32 dimensions; the other half and the
-    # second bit, with its scale, of twice what is selected, or of more where that is usual
-    usual = EpsConfig.of(method="rq").read
-    more, finer = (max(math.ceil(share * groups), groups // 2) for share in (*usual.stages, usual.refine))
+    # rescoring bit, with its scale, of twice what is selected, or of more where that is usual
+    usual = EpsConfig.of(method="rq").selection_config
+    more, finer = (max(math.ceil(share * groups), groups // 2) for share in (*usual.cascade, usual.rescore))
     assert cell["summary_bytes"] == rows * (context // 64 * (16 + 2 + 32 + 64) + more * 2 + finer * 5)
-    assert cell["tail_bytes"] == 0
-    assert cell["bytes_read"] == cell["kv_bytes"] + cell["summary_bytes"] + cell["tail_bytes"]
+    assert cell["correction_bytes"] == 0
+    assert cell["bytes_read"] == cell["kv_bytes"] + cell["summary_bytes"] + cell["correction_bytes"]
     assert cell["bytes_ratio"] == pytest.approx(cell["bytes_read"] / cell["dense_bytes"])
     assert cell["arms"]["write"]["bytes"] == rows * token
 
@@ -144,7 +146,7 @@ def test_the_whole_context_is_timed_where_it_is_asked_for(bench: Bench, tmp_path
     assert code == 0, err
     (cell,) = lines_of(path)[1]
     # a step that would read every group scores none
-    assert cell["visit_ratio"] == 1 and cell["bytes_ratio"] == 1 and cell["summary_bytes"] > 0
+    assert cell["selected_ratio"] == 1 and cell["bytes_ratio"] == 1 and cell["summary_bytes"] > 0
 
 
 @pytest.mark.parametrize("method", ["rq", "box"])
@@ -153,14 +155,14 @@ def test_bytes_are_as_many_groups_as_fit(method: str, share: float) -> None:
     from eps_core.config.bytes import scoring_bytes
 
     shape = Shape(4096, 2, 8, 2, 128, "bfloat16")
-    config = EpsConfig.of(method=method, tail_tokens=64 if method == "rq" else 0)
+    config = EpsConfig.of(method=method, correction_tokens=64 if method == "rq" else 0)
     solved = budgeted(config, shape, "bytes", share)
     summaries = scoring_bytes(config, 128, [4096, 4096]) / 2
 
     def ratio(groups: int) -> float:
-        return (summaries + groups * config.store.S * 512) / (4096 * 512)
+        return (summaries + groups * config.cache_config.S * 512) / (4096 * 512)
 
-    most = solved.read.top_pages
+    most = solved.selection_config.top_pages
     assert most is not None and ratio(most) <= share < ratio(most + 1)
     with pytest.raises(ConfigError, match=r"bytes 0\.01 cannot hold"):
         budgeted(config, shape, "bytes", 0.01)
@@ -171,18 +173,18 @@ def test_a_wrong_kernel_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPat
     module = load_backend(backend)
     right = module.attend
 
-    def off_by_two_percent(cache, layer, q, where, selection):
-        out, lse = right(cache, layer, q, where, selection)
+    def off_by_two_percent(cache, layer, q, plan, selection):
+        out, lse = right(cache, layer, q, plan, selection)
         return (out if selection is None else out * 1.02), lse
 
-    def mass_too_small(cache, layer, q, where, selection):
-        out, lse = right(cache, layer, q, where, selection)
+    def mass_too_small(cache, layer, q, plan, selection):
+        out, lse = right(cache, layer, q, plan, selection)
         return out, (lse if selection is None else lse - 0.01)
 
-    def one_head_for_another(cache, layer, q, where, selection):
+    def one_head_for_another(cache, layer, q, plan, selection):
         if selection is None:
-            return right(cache, layer, q, where, selection)
-        return right(cache, layer, q[:, [1, 0, 2, 3]], where, selection)
+            return right(cache, layer, q, plan, selection)
+        return right(cache, layer, q[:, [1, 0, 2, 3]], plan, selection)
 
     for wrong in (off_by_two_percent, mass_too_small, *([one_head_for_another] if backend == "numpy" else [])):
         monkeypatch.setattr(module, "attend", wrong)
@@ -190,8 +192,8 @@ def test_a_wrong_kernel_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPat
         assert "is wrong" in error and "nothing was timed" in error
 
 
-def everything(where: Where) -> Where:
-    return Where.of(where.config.replace(top_pages=None, budget=1.0), where.table, where.lengths)
+def everything(plan: StepPlan) -> StepPlan:
+    return StepPlan.of(plan.config.replace(top_pages=None, budget=1.0), plan.table, plan.lengths)
 
 
 @pytest.mark.parametrize("backend", REQUESTED)
@@ -202,14 +204,14 @@ def test_a_gate_that_does_not_gate_is_not_timed(bench: Bench, monkeypatch: pytes
         patch.setattr(module, "attend", lambda *given: attend(*given[:4], None))
         assert "its selection lists" in bench.refused(*args)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "select", lambda scores, where, layer=0: select(scores, everything(where), layer))
-        assert "the gate was not active: it visits all 16 groups" in bench.refused(*args)
+        patch.setattr(module, "select", lambda scores, plan, layer=0: select(scores, everything(plan), layer))
+        assert "the gate was not active: it selects all 16 groups" in bench.refused(*args)
     calls = 0
 
-    def dense_after_a_while(cache, layer, q, where, selection):
+    def dense_after_a_while(cache, layer, q, plan, selection):
         nonlocal calls
         calls += selection is not None
-        return attend(cache, layer, q, where, None if calls > 6 else selection)
+        return attend(cache, layer, q, plan, None if calls > 6 else selection)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "attend", dense_after_a_while)
@@ -261,22 +263,22 @@ def test_dense_arms_that_fail_or_are_wrong_are_reported(
 ) -> None:
     from eps_core.bench import platform
 
-    right = platform.dense_arms
+    right = platform.dense_variants
 
     def with_bad_ones(k: np.ndarray, v: np.ndarray, q: np.ndarray) -> dict[str, Any]:
-        arms = right(k, v, q)
+        variants = right(k, v, q)
 
         def absent() -> None:
             raise ImportError("no such library")
 
-        return {"absent": absent, "wrong": lambda: q * 0.5, **arms}
+        return {"absent": absent, "wrong": lambda: q * 0.5, **variants}
 
-    monkeypatch.setattr(platform, "dense_arms", with_bad_ones)
+    monkeypatch.setattr(platform, "dense_variants", with_bad_ones)
     code, out, err = bench(*TINY, "--backend", "numpy", "--method", "box", "--output", tmp_path / "bench.jsonl")
     assert code == 0, err
     (cell,) = lines_of(tmp_path / "bench.jsonl")[1]
-    assert cell["failed_arms"]["absent"] == "ImportError: no such library"
-    assert cell["failed_arms"]["wrong"].startswith("wrong: relative error")
+    assert cell["failed_variants"]["absent"] == "ImportError: no such library"
+    assert cell["failed_variants"]["wrong"].startswith("wrong: relative error")
     assert "note: absent: ImportError: no such library" in out and "absent" not in cell["arms"]
 
 
@@ -292,10 +294,10 @@ def test_what_a_graph_records_is_the_step_that_is_timed() -> None:
         config = EpsConfig.of(method=method, top_pages=8)
         layer = fill(backend, Source(shape), config, device, "triton", 16, platform.synchronize)
         step = run_step(layer, config, platform.synchronize)
-        parts = platform.device_parts(layer.cache, layer.q, layer.where(config))
+        parts = platform.device_parts(layer.cache, layer.q, layer.plan(config))
         assert {"select", "attend"} <= set(parts) and ("step" in parts) >= (method == "rq")
         require_same(layer, parts["attend"](), step.read, "attend")
-        for name in {"attend_with_tail", "step"} & set(parts):
+        for name in {"attend_with_correction", "step"} & set(parts):
             require_same(layer, parts[name](), (step.merged[0], step.read[1]), name)
         if "score" in parts:
             np.testing.assert_allclose(
@@ -305,7 +307,7 @@ def test_what_a_graph_records_is_the_step_that_is_timed() -> None:
 
 def test_writes_go_to_fresh_slots() -> None:
     backend, shape = load_backend("numpy"), Shape(100, 3, 4, 2, 16, "float32")
-    config = EpsConfig.of(method="rq", tail_tokens=0)
+    config = EpsConfig.of(method="rq", correction_tokens=0)
     layer = fill(backend, Source(shape), config, "cpu", "arrays", 40, lambda *results: None)
     used = {int(unit) for row in layer.table for unit in row}
     before = layer.cache.k[0].copy()
@@ -315,7 +317,7 @@ def test_writes_go_to_fresh_slots() -> None:
         layer.write()
         assert not written & set(slots) and len(set(slots)) == 3
         written |= set(slots)
-    assert not used & {slot // config.store.unit_tokens for slot in written}
+    assert not used & {slot // config.cache_config.unit_tokens for slot in written}
     untouched = sorted(used)
     np.testing.assert_array_equal(layer.cache.k[0][untouched], before[untouched])
 
@@ -353,7 +355,7 @@ def test_few_groups_hold_most_of_the_mass() -> None:
         (("--method", "magic"), "method 'magic' is unknown: choose among off, jl"),
         (("--method", "rq@x"), "'rq@x' has no group size in tokens"),
         (("--method", "rq@3"), "a group of 3 tokens neither divides the page"),
-        (("--group-tokens", "512"), "a group of 512 tokens is outside 1 to 256"),
+        (("--group-size", "512"), "a group of 512 tokens is outside 1 to 256"),
         (("--fraction", "0"), "--fraction"),
         (("--fraction", "1.5"), "--fraction"),
         (("--fraction", "0.1", "--bytes", "0.1"), "--fraction and --bytes"),
@@ -389,16 +391,19 @@ def test_scaling_is_a_preset_of_contexts(bench: Bench, monkeypatch: pytest.Monke
     bench.refused("--scaling", "--bytes", "0.1", "--method", "rq@2,box@128", "--dtype", "bfloat16")
     assert asked[0].contexts == SCALING_CONTEXTS == (4096, 8192, 16384, 32768, 65536, 131072)
     assert asked[0].shares() == [("bytes", 0.1)]
-    assert [(config.store.method, config.store.S) for config in asked[0].configs()] == [("rq", 2), ("box", 128)]
+    assert [(config.cache_config.method, config.cache_config.S) for config in asked[0].configs()] == [
+        ("rq", 2),
+        ("box", 128),
+    ]
 
 
 def target_cell(size: int, method: str, **more: Any) -> dict[str, Any]:
     """A cell of 64k x 4 in which attention reads a second 90 % of a copy bandwidth of 100 GB/s."""
-    arms = {"attend": {"ms": 1.0, "bytes": 90_000_000}, "score": {"ms": 0.02}, "select": {"ms": 0.01}}
-    arms |= {"step": {"ms": 1.2}, "step (graph)": {"ms": 1.0}}
+    variants = {"attend": {"ms": 1.0, "bytes": 90_000_000}, "score": {"ms": 0.02}, "select": {"ms": 0.01}}
+    variants |= {"step": {"ms": 1.2}, "step (graph)": {"ms": 1.0}}
     return {
-        "type": "bench", "context": 65536, "batch": 4, "method": method, "group_tokens": size, "asked": {"bytes": 0.1},
-        "arms": arms, "best_dense": "sdpa rows", "best_dense_ms": 6.0, "graphed_step_ms": 1.0, "interpreted": False,
+        "type": "bench", "context": 65536, "batch": 4, "method": method, "group_size": size, "asked": {"bytes": 0.1},
+        "arms": variants, "best_dense": "sdpa rows", "best_dense_ms": 6.0, "graphed_step_ms": 1.0, "interpreted": False,
         **more,
     }  # fmt: skip
 
@@ -433,17 +438,17 @@ def test_the_headline_is_a_checked_step_beside_the_fastest_dense(monkeypatch: py
         contexts=(512,), fractions=(0.1,), dtypes=("float32",), methods=("rq",), q_heads=4, kv_heads=2, head_dim=32,
         backend="cuda", device="cpu", repeats=3, warm_seconds=0.0,
     )  # fmt: skip
-    told: list[tuple[int, int, str]] = []
-    found = layer_module.Bench(tiny, lambda *told_now: told.append(told_now)).headline()
-    assert (found["context"], found["method"], found["group_tokens"]) == (512, "rq", 1)
+    given: list[tuple[int, int, str]] = []
+    found = layer_module.Bench(tiny, lambda *told_now: given.append(told_now)).headline()
+    assert (found["context"], found["method"], found["group_size"]) == (512, "rq", 1)
     assert found["speedup"] == pytest.approx(found["best_dense_ms"] / found["step_ms"]) and found["step_ms"] > 0
-    # a tenth of the tokens, codes, and the means of the tail
+    # a tenth of the tokens, codes, and the means of the skipped-mass correction
     assert 0.1 < found["bytes_ratio"] < 0.3
-    assert told[0][:2] == (0, 2) and told[-1][:2] == (2, 2)
+    assert given[0][:2] == (0, 2) and given[-1][:2] == (2, 2)
 
     def wrong(*args: Any, **more: Any) -> Any:
         raise layer_module.GateError("nothing was skipped")
 
-    monkeypatch.setattr(layer_module, "check_gate", wrong)
+    monkeypatch.setattr(layer_module, "check_sparse", wrong)
     with pytest.raises(ConfigError, match="nothing was skipped"):
         layer_module.Bench(tiny).headline()

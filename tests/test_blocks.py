@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
-from eps_core.paging.groups import GroupState, WritePlan
-from eps_core.paging.pool import PagePool, Sequence
+from eps_core.kv_cache.groups import GroupState, WritePlan
+from eps_core.kv_cache.pool import PagePool, Sequence
 
 
 class Memory:
@@ -392,8 +392,8 @@ TestPoolMachine.settings = settings(
 # ---- the fill of groups ----
 
 
-def config_of(group_tokens: int) -> EpsConfig:
-    return EpsConfig.of(method="box", group_tokens=group_tokens, block_size=16)
+def config_of(group_size: int) -> EpsConfig:
+    return EpsConfig.of(method="box", group_size=group_size, block_size=16)
 
 
 class SlowState:
@@ -446,7 +446,7 @@ class SlowState:
 def check_plan(plan: WritePlan, slots: list[int], expected: dict[int, dict], size: int) -> None:
     assert plan.slots.tolist() == slots
     for item in fields(plan):
-        assert getattr(plan, item.name).dtype == (bool if item.name == "sealed" else np.int64)
+        assert getattr(plan, item.name).dtype == (bool if item.name == "finalized" else np.int64)
     full = {g: e["tokens"] for g, e in expected.items() if len(e["tokens"]) == size}
     part = {g: e for g, e in expected.items() if len(e["tokens"]) < size}
     assert plan.full_groups.tolist() == list(full)
@@ -456,7 +456,7 @@ def check_plan(plan: WritePlan, slots: list[int], expected: dict[int, dict], siz
     padded = [e["tokens"] + [-1] * (width - len(e["tokens"])) for e in part.values()]
     assert plan.part_tokens.shape == (len(part), width) and plan.part_tokens.tolist() == padded
     assert plan.part_before.tolist() == [e["before"] for e in part.values()]
-    assert plan.sealed.tolist() == [e["before"] + len(e["tokens"]) == size for e in part.values()]
+    assert plan.finalized.tolist() == [e["before"] + len(e["tokens"]) == size for e in part.values()]
     assert (plan.part_open >= 0).tolist() == [e["follows"] for e in part.values()]
     used = plan.part_open[plan.part_open >= 0].tolist()
     assert len(set(used)) == len(used)
@@ -485,7 +485,7 @@ SIZES = [1, 2, 4, 8, 16, 32, 128]
 
 
 def random_slots(rng: random.Random, slow: SlowState, num_groups: int) -> list[int]:
-    """One call's slots: some groups continued, begun anew or overwritten, some of them whole, interleaved at random."""
+    """One call's slots: groups continued, begun again or overwritten, some of them whole, interleaved at random."""
     runs = []
     for group in rng.sample(range(num_groups), rng.randint(0, min(6, num_groups))):
         fill, size = len(slow.held[group]), slow.size
@@ -504,8 +504,8 @@ def random_slots(rng: random.Random, slow: SlowState, num_groups: int) -> list[i
 @given(size=st.sampled_from(SIZES), max_open=st.integers(1, 5), num_units=st.integers(2, 4), seed=st.integers(0, 2**32))
 def test_plan_against_a_token_at_a_time(size, max_open, num_units, seed):
     rng, config = random.Random(seed), config_of(size)
-    per_unit = config.store.groups_per_unit
-    state = GroupState(num_units, config.store, max_open)
+    per_unit = config.cache_config.groups_per_unit
+    state = GroupState(num_units, config.cache_config, max_open)
     slow = SlowState(num_units * per_unit, size, max_open)
     running = Accumulators(max_open)
     for _ in range(25):
@@ -518,11 +518,11 @@ def test_plan_against_a_token_at_a_time(size, max_open, num_units, seed):
             assert len(pairs) == sum(copied)
             for src_open, dst_open in pairs:
                 # the accumulators follow the tokens, by the slots they have in the new unit
-                moved = [slot + (dst - src) * config.store.unit_tokens for slot in running.tokens[src_open]]
+                moved = [slot + (dst - src) * config.cache_config.unit_tokens for slot in running.tokens[src_open]]
                 running.tokens[dst_open] = moved
             for sub in range(per_unit):
                 group = dst * per_unit + sub
-                slow.held[group] = [slot + (dst - src) * config.store.unit_tokens for slot in slow.held[group]]
+                slow.held[group] = [slot + (dst - src) * config.cache_config.unit_tokens for slot in slow.held[group]]
         else:
             slots = random_slots(rng, slow, num_units * per_unit)
             plan = state.plan(np.array(slots, dtype=np.int64))
@@ -538,7 +538,7 @@ def test_plan_against_a_token_at_a_time(size, max_open, num_units, seed):
 def test_prefill_then_decode_of_several_sequences(size):
     """What the pool gives out goes through the plan: chunks that end anywhere, then one token each of three."""
     config = config_of(size)
-    pool, state = PagePool(64, config.store.unit_tokens), GroupState(64, config.store, 8)
+    pool, state = PagePool(64, config.cache_config.unit_tokens), GroupState(64, config.cache_config, 8)
     slow, running = SlowState(len(state.fill), size, 8), Accumulators(8)
     sequences = [pool.open()[0] for _ in range(3)]
 
@@ -558,32 +558,32 @@ def test_prefill_then_decode_of_several_sequences(size):
 
 
 def test_large_prefill_is_full_groups_and_two_ends():
-    state = GroupState(1024, config_of(8).store, 4)
+    state = GroupState(1024, config_of(8).cache_config, 4)
     state.plan(np.arange(3))
     plan = state.plan(np.arange(3, 8001))
     assert plan.full_groups.tolist() == list(range(1, 1000))
     assert (plan.full_tokens == np.arange(5, 7997).reshape(999, 8)).all()
     assert plan.part_groups.tolist() == [0, 1000] and plan.part_before.tolist() == [3, 0]
     assert plan.part_tokens.tolist() == [[0, 1, 2, 3, 4], [7997, -1, -1, -1, -1]]
-    assert plan.sealed.tolist() == [True, False] and len(set(plan.part_open.tolist())) == 2
+    assert plan.finalized.tolist() == [True, False] and len(set(plan.part_open.tolist())) == 2
 
 
 def test_overwriting_a_full_group_invalidates_it_and_loses_the_slot():
-    state = GroupState(2, config_of(8).store, 4)
+    state = GroupState(2, config_of(8).cache_config, 4)
     state.plan(np.arange(16))
     plan = state.plan(np.array([3]))
-    assert plan.part_before.tolist() == [3] and plan.part_open.tolist() == [-1] and not plan.sealed.any()
+    assert plan.part_before.tolist() == [3] and plan.part_open.tolist() == [-1] and not plan.finalized.any()
     assert state.valid(np.array([0, 1])).tolist() == [False, True] and state.fill[0] == 4
     plan = state.plan(np.arange(4, 8))  # accumulators never knew tokens 0 to 3: the caller reads the group back
-    assert plan.sealed.tolist() == [True] and plan.part_open.tolist() == [-1]
+    assert plan.finalized.tolist() == [True] and plan.part_open.tolist() == [-1]
     assert state.valid(np.array([0])).all()
-    plan = state.plan(np.array([0]))  # begins anew
+    plan = state.plan(np.array([0]))  # begins again
     assert plan.part_before.tolist() == [0] and plan.part_open[0] >= 0 and state.fill[0] == 1
     assert state.num_evicted == 0
 
 
 def test_oldest_open_group_is_evicted():
-    state = GroupState(8, config_of(16).store, 2)
+    state = GroupState(8, config_of(16).cache_config, 2)
     first, second = 0, 16
     assert state.plan(np.array([first])).part_open.tolist() != state.plan(np.array([second])).part_open.tolist()
     assert state.plan(np.array([32])).part_open[0] >= 0 and state.num_evicted == 1
@@ -594,19 +594,19 @@ def test_oldest_open_group_is_evicted():
 
 
 def test_a_sealing_and_a_starting_group_do_not_share_a_slot():
-    state = GroupState(8, config_of(4).store, 2)
+    state = GroupState(8, config_of(4).cache_config, 2)
     state.plan(np.arange(3))
     plan = state.plan(np.arange(3, 5))
-    assert plan.sealed.tolist() == [True, False] and sorted(plan.part_open.tolist()) == [0, 1]
-    # with one slot the sealing group yields it and is read back
-    state = GroupState(8, config_of(4).store, 1)
+    assert plan.finalized.tolist() == [True, False] and sorted(plan.part_open.tolist()) == [0, 1]
+    # with one slot the finalizing group yields it and is read back
+    state = GroupState(8, config_of(4).cache_config, 1)
     state.plan(np.arange(3))
     assert state.plan(np.arange(3, 5)).part_open.tolist() == [-1, 0]
 
 
 def test_copy_and_release():
     config = config_of(4)
-    state = GroupState(4, config.store, 2)
+    state = GroupState(4, config.cache_config, 2)
     state.plan(np.arange(10))  # groups 0 and 1 full, group 2 holds 2 of 4
     ((src_open, dst_open),) = state.copy(0, 3)
     assert src_open != dst_open
@@ -615,7 +615,7 @@ def test_copy_and_release():
     assert state.plan(np.array([48 + 10])).part_open.tolist() == [dst_open]
     state.release([0])
     assert state.fill.reshape(4, 4)[0].tolist() == [0] * 4
-    assert state.plan(np.array([48 + 11])).sealed.tolist() == [True]
+    assert state.plan(np.array([48 + 11])).finalized.tolist() == [True]
     with pytest.raises(AssertionError):
         state.copy(1, 1)
 
@@ -626,14 +626,14 @@ def test_copy_and_release():
     ids=["beyond-fill", "gap", "twice", "descending", "gap-after-full", "negative", "past-the-end", "second-group"],
 )
 def test_impossible_writes_change_nothing(slots):
-    state = GroupState(2, config_of(4).store, 2)
+    state = GroupState(2, config_of(4).cache_config, 2)
     with pytest.raises(AssertionError):
         state.plan(np.array(slots))
     assert not state.fill.any() and not state._open
 
 
 def test_empty_write():
-    plan = GroupState(2, config_of(4).store, 2).plan(np.array([], dtype=np.int64))
+    plan = GroupState(2, config_of(4).cache_config, 2).plan(np.array([], dtype=np.int64))
     assert plan.full_groups.size == plan.part_groups.size == 0 and plan.full_tokens.shape == (0, 4)
 
 

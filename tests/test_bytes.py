@@ -5,7 +5,7 @@ import pytest
 from conftest import TARGETS, bound
 from test_conformance import Case, FilledCase, eps
 
-from eps_core import oracle
+from eps_core import reference
 from eps_core.config.bytes import scoring_bytes
 from eps_core.load import load_backend
 
@@ -43,7 +43,7 @@ def counter(target, monkeypatch) -> Counter:
         import mlx.core as mx
 
         import eps_mlx.attention
-        import eps_mlx.certificates
+        import eps_mlx.error_bounds
         import eps_mlx.pages
         import eps_mlx.scoring
         import eps_mlx.selection
@@ -64,7 +64,7 @@ def counter(target, monkeypatch) -> Counter:
 
         monkeypatch.setattr(eps_mlx.attention, "mx", Counting(codes=False))
         monkeypatch.setattr(eps_mlx.pages, "mx", Counting(codes=False))
-        for module in (eps_mlx.scoring, eps_mlx.certificates, eps_mlx.selection):
+        for module in (eps_mlx.scoring, eps_mlx.error_bounds, eps_mlx.selection):
             monkeypatch.setattr(module, "mx", Counting(codes=True))
     return count
 
@@ -73,8 +73,8 @@ POLICIES = {
     "topk": {"budget": 0.3},
     "threshold": {"policy": "threshold", "top_pages": 5},
     "union": {"scope": "union"},
-    "fine": {"group_tokens": 1},
-    "coarse": {"group_tokens": 32},
+    "fine": {"group_size": 1},
+    "coarse": {"group_size": 32},
 }
 
 
@@ -84,11 +84,11 @@ def test_counter_equals_gathered_tiles(target, counter, name, dtype):
     backend, device = target
     case = Case((150, 37), eps("box", **POLICIES[name]), dtype=dtype)
     one = FilledCase(backend, device, case)
-    selected = backend.select(backend.score(one.cache, 0, one.native, one.where), one.where)
-    visited = int(backend.to_numpy(selected.counts).sum())
+    selected = backend.select(backend.score(one.cache, 0, one.native, one.plan), one.plan)
+    num_selected = int(backend.to_numpy(selected.counts).sum())
     counter.gathered, before = 0, one.cache.kv_bytes_read
-    backend.attend(one.cache, 0, one.native, one.where, selected)
-    expected = visited * case.config.store.S * case.spec.kv_token_bytes
+    backend.attend(one.cache, 0, one.native, one.plan, selected)
+    expected = num_selected * case.config.cache_config.S * case.spec.kv_token_bytes
     assert counter.gathered == one.cache.kv_bytes_read - before == expected
     # dense reads every token once, so a gate that skipped nothing could not pass for one
     assert expected < 187 * 2 * case.spec.kv_token_bytes
@@ -98,7 +98,7 @@ def score_once(backend, device, counter, case: Case) -> int:
     """Counts what scoring all of a case's sequences gathers; how many these are."""
     one = FilledCase(backend, device, case)
     counter.gathered = 0
-    backend.score(one.cache, 0, one.native, one.where)
+    backend.score(one.cache, 0, one.native, one.plan)
     return len(case.lengths)
 
 
@@ -106,17 +106,17 @@ def score_once(backend, device, counter, case: Case) -> int:
 PARTS = {(): [8], (0.25,): [4, 4], (0.5, 0.2): [2, 2, 4]}
 
 
-@pytest.mark.parametrize("stages", PARTS, ids=str)
+@pytest.mark.parametrize("cascade", PARTS, ids=str)
 @pytest.mark.parametrize("lengths", [(608,), (608, 608), (608, 37)])
-def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, counter, stages, lengths):
-    few = {"group_tokens": 2, "budget": 0.01, "tail_tokens": 0, "combine": "max"}  # sums ask the first key, too
-    case = Case(lengths, eps("rq", mean_tokens=64, stages=stages, refine=0.0625, **few), head_dim=64)
+def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, counter, cascade, lengths):
+    few = {"group_size": 2, "budget": 0.01, "correction_tokens": 0, "combine": "max"}  # sums ask the first key, too
+    case = Case(lengths, eps("rq", mean_tokens=64, cascade=cascade, rescore=0.0625, **few), head_dim=64)
 
     def read(length: int) -> int:
         """A mean in 4 bits a dimension and its scale; of 32 groups a scale in one byte and the first part; then each
-        further part, and a second bit with a scale of its own."""
-        first, *later = PARTS[stages]
-        best = [np.ceil(share * -(-length // 2)) for share in (*stages, 0.0625)]
+        further part, and a rescoring bit with a scale of its own."""
+        first, *later = PARTS[cascade]
+        best = [np.ceil(share * -(-length // 2)) for share in (*cascade, 0.0625)]
         return -(-length // 64) * (32 + 2 + 32 * (1 + first)) + int(np.dot(best, [*later, 8 + 1]))
 
     batch = score_once(*target, counter, case)
@@ -125,12 +125,12 @@ def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, coun
 
 
 def bounded(backend, device, lengths, bits, method, **settings):
-    """(cache, scores, selection, the bytes of codes that bounds read, and what they are over) of one gated layer."""
-    case = Case(lengths, eps(method, bound_bits=bits, tail_tokens=0, **settings), dtype="bfloat16")
+    """(cache, scores, selection, the bytes of codes that bounds read, and what they are over) of one sparse layer."""
+    case = Case(lengths, eps(method, bound_bits=bits, correction_tokens=0, **settings), dtype="bfloat16")
     one = FilledCase(backend, device, case)
-    scores = backend.score(one.cache, 0, one.native, one.where)
-    selected = backend.select(scores, one.where)
-    return case.config, one.cache, (one.native, one.where, scores, selected)
+    scores = backend.score(one.cache, 0, one.native, one.plan)
+    selected = backend.select(scores, one.plan)
+    return case.config, one.cache, (one.native, one.plan, scores, selected)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -146,28 +146,28 @@ def test_bounds_gather_the_codes_of_unvisited_groups_alone(target, counter, meth
         counter.gathered, before = 0, cache.bound_bytes_read
         backend.bounds(cache, 0, *given)
         # a gather pads to the longest list, which is not counted
-        assert counter.gathered == int(left.max()) * left.size * config.store.S * key_bytes
-        expected = left.sum() * config.store.S * key_bytes
+        assert counter.gathered == int(left.max()) * left.size * config.cache_config.S * key_bytes
+        expected = left.sum() * config.cache_config.S * key_bytes
         assert cache.bound_bytes_read - before == expected and (counter.gathered == expected or len(lengths) > 1)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_oracle_counts_codes_without_padding(bits):
-    config, cache, given = bounded(oracle, "cpu", (400, 290), bits, "jl")
-    oracle.bounds(cache, 0, *given)
+    config, cache, given = bounded(reference, "cpu", (400, 290), bits, "jl")
+    reference.bounds(cache, 0, *given)
     left = (given[1].ends[:, None] - given[-1].counts).sum()
-    assert cache.bound_bytes_read == left * config.store.S * (16 * bits // 8 + 8) > 0
+    assert cache.bound_bytes_read == left * config.cache_config.S * (16 * bits // 8 + 8) > 0
 
 
 @pytest.mark.parametrize("mean_tokens", [32, 64])
 def test_rq_codes_are_equal_in_mlx_and_torch(mean_tokens):
     """One-bit codes and visit lists must not depend on the library: the mean and the rotation are prescribed sums."""
-    case = Case((700,), eps("rq", group_tokens=2, mean_tokens=mean_tokens), head_dim=64, dtype="bfloat16", chunk=333)
+    case = Case((700,), eps("rq", group_size=2, mean_tokens=mean_tokens), head_dim=64, dtype="bfloat16", chunk=333)
     found = []
     for name in ("mlx", "cuda"):
         backend = load_backend(name)
         one = FilledCase(backend, "cpu", case, 3)
-        groups = backend.select(backend.score(one.cache, 0, one.native, one.where), one.where).groups
+        groups = backend.select(backend.score(one.cache, 0, one.native, one.plan), one.plan).groups
         summaries = one.cache.summaries[0]
         shared = [summaries[name] for name in ("mean", "mean_scale", "rest")]
         found.append([backend.to_numpy(x) for x in (*shared, summaries["codes"], summaries["second"], groups)])

@@ -30,9 +30,9 @@ from eps_core.evaluation.calibrate import (
     write_policy,
 )
 from eps_core.models.config import DEMO_MODEL, read_spec
-from eps_core.oracle import formulas
+from eps_core.reference import formulas
 
-CONFIG = EpsConfig.of(method="rq", group_tokens=4, first_tokens=4, last_tokens=16)
+CONFIG = EpsConfig.of(method="rq", group_size=4, num_sink_tokens=4, num_recent_tokens=16)
 CONTEXT = 260
 
 
@@ -112,7 +112,7 @@ def test_a_method_pays_where_it_keeps_its_kl_and_saves_time() -> None:
 def test_where_it_pays_is_measured(budget: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pays, "cost_of", lambda *args: (Cost((64, 128), (1.0, 3.0), (2.0, 2.0)), True))
     out = io.StringIO()
-    config = EpsConfig.of(method="rq", group_tokens=4, first_tokens=4, last_tokens=16, budget=budget)
+    config = EpsConfig.of(method="rq", group_size=4, num_sink_tokens=4, num_recent_tokens=16, budget=budget)
     result = calibrate(replace(request(tmp_path / "p.json"), config=config), out)
     if budget == 1:
         assert (
@@ -147,7 +147,7 @@ def test_a_policy_of_the_demo_model(policy_file: Path) -> None:
     assert (np.diff(policy.curves, axis=2) >= 0).all() and np.shape(policy.curves) == (4, 2, len(FRACTIONS))
     modes = head_modes(policy)
     config = EpsConfig.of(method="rq", head_modes=modes)
-    assert config.read.head_modes == modes and np.shape(modes) == (4, 2)
+    assert config.selection_config.head_modes == modes and np.shape(modes) == (4, 2)
     for layer, (classes, mine) in enumerate(zip(policy.classes, modes, strict=True)):
         for kind, mode in zip(classes, mine, strict=True):
             assert mode == ("gate" if kind == "retrieval" and layer not in policy.dense_layers else "dense")
@@ -163,9 +163,9 @@ def test_a_policy_of_the_demo_model(policy_file: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ({"dense_fraction": 0.0}, "no kv head is worth gating"),
-        ({"streaming_share": 1.0}, "no kv head is worth gating"),
-        ({"dense_fraction": 1.0, "streaming_share": 0.0}, "8 of 8 kv heads are worth gating"),
+        ({"dense_fraction": 0.0}, "no kv head is worth sparse attention"),
+        ({"streaming_share": 1.0}, "no kv head is worth sparse attention"),
+        ({"dense_fraction": 1.0, "streaming_share": 0.0}, "8 of 8 kv heads are worth sparse attention"),
     ],
 )
 def test_the_verdict_is_said_plainly(limits: dict[str, float], words: str, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_the_verdict_is_said_plainly(limits: dict[str, float], words: str, tmp_p
     assert words in out.getvalue()
     assert ("not sparse enough" in out.getvalue()) != result["sparse_enough"]
     if not result["sparse_enough"]:
-        assert result["gated_heads"] == 0
+        assert result["sparse_heads"] == 0
         assert {mode for heads in load_policy(tmp_path / "p.json").head_modes for mode in heads} == {"dense"}
 
 
@@ -241,9 +241,9 @@ def test_every_field_is_checked() -> None:
 
 
 def test_the_command_prints_a_table_and_an_object(tmp_path: Path) -> None:
-    flags = "--context 280 --steps 2 --backend cuda --eps-method box --eps-group-tokens 8 -o p.json"
+    flags = "--context 280 --steps 2 --backend cuda --eps-method box --eps-group-size 8 -o p.json"
     done = outcome(["calibrate", *flags.split()], tmp_path)
     assert "bytes against dense" in done.out and "groups of 8 tokens at 280 tokens" in done.out
     result, policy = last(done), load_policy(tmp_path / "p.json")
     assert result["heads"] == 8 and result["dense_layers"] == list(policy.dense_layers)
-    assert policy.settings["config"]["group_tokens"] == 8
+    assert policy.settings["config"]["group_size"] == 8

@@ -12,35 +12,39 @@ import numpy as np
 import pytest
 from command import last, outcome, refused
 
+from eps_core.attention.stats import LayerStats
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import capture as capture_module
-from eps_core.evaluation.capture import Capture, CaptureRequest, capture, first_tokens, open_capture, record
+from eps_core.evaluation.capture import Capture, CaptureRequest, capture, num_sink_tokens, open_capture, record
 from eps_core.evaluation.merits import (
     CERTIFIED_LEVELS,
     RECALL_FRACTIONS,
     Truth,
+    bounded_skip,
     bytes_at_error,
-    certified_skip,
     false_skips,
     recall_at,
     truth_of,
 )
 from eps_core.evaluation.replay import combine, replay, replay_many
-from eps_core.gate.stats import LayerStats
 from eps_core.load import load_backend
-from eps_core.oracle import formulas
+from eps_core.reference import formulas
 
 CONTEXT, STEPS = 300, 3
-SMALL = {"first_tokens": 4, "last_tokens": 16, "budget": 0.25}
+SMALL = {"num_sink_tokens": 4, "num_recent_tokens": 16, "budget": 0.25}
 # what a live decode and its replay must agree on; jl has its own projection in every layer (see replay.py)
 LIVE = {
     "rq": EpsConfig.of(method="rq", **SMALL),
-    "rq-keys-strict": EpsConfig.of(method="rq", bound_bits=8, strict=True, epsilon=0.2, first_tokens=4, last_tokens=16),
-    "box-threshold": EpsConfig.of(method="box", policy="threshold", top_pages=4, first_tokens=4, last_tokens=16),
+    "rq-keys-strict": EpsConfig.of(
+        method="rq", bound_bits=8, strict=True, epsilon=0.2, num_sink_tokens=4, num_recent_tokens=16
+    ),
+    "box-threshold": EpsConfig.of(
+        method="box", policy="threshold", top_pages=4, num_sink_tokens=4, num_recent_tokens=16
+    ),
     "meanstd": EpsConfig.of(method="meanstd", **SMALL),
-    "fd-union": EpsConfig.of(method="fd", scope="union", group_tokens=16, **SMALL),
+    "fd-union": EpsConfig.of(method="fd", scope="union", group_size=16, **SMALL),
     "moments-strict": EpsConfig.of(method="moments", strict=True, epsilon=0.3, **SMALL),
     "rq-heads": EpsConfig.of(
         method="rq", head_modes=(("gate", "dense"), ("dense", "dense"), ("gate", "window"), ("gate", "gate")), **SMALL
@@ -70,7 +74,7 @@ def live(backend: str, path: Path, config: EpsConfig, kv_dtype: str = "float32")
         return cache, output
 
     decoder.step = step  # type: ignore[method-assign]
-    tokens = first_tokens(session, None, CONTEXT + STEPS).tokens
+    tokens = num_sink_tokens(session, None, CONTEXT + STEPS).tokens
     recording = record(session, tokens, CONTEXT, range(session.spec.num_layers), config)
     info = info_of((0, 1, 2, 3), CONTEXT, STEPS, kv_dtype, config, backend)
     capture_module.write_capture(path, info, recording)
@@ -94,17 +98,17 @@ def check_replay_equals_live(backend: str, path: Path, config: EpsConfig) -> Non
     for step, layers in enumerate(outputs):
         for layer, stats in enumerate(layers):
             place = (layer, step)
-            np.testing.assert_array_equal(result.visited[place], stats.counts[0])
-            assert result.forced[place] == stats.forced[0]
+            np.testing.assert_array_equal(result.selected[place], stats.counts[0])
+            assert result.always_selected[place] == stats.always_selected[0]
             assert result.groups[step] == stats.groups[0]
             assert result.kv_bytes[place] == stats.kv_bytes_read
             assert result.summary_bytes[place] == stats.summary_bytes_read
-            assert stats.mass_skipped_est is not None
-            np.testing.assert_allclose(result.skipped_est[place], stats.mass_skipped_est[0], atol=1e-5)
-            if stats.mass_skipped_cert is not None:
-                np.testing.assert_allclose(result.certificate[place], stats.mass_skipped_cert[0], atol=1e-5)
-            if stats.escalated is not None:
-                np.testing.assert_array_equal(result.escalated[place], stats.escalated[0])
+            assert stats.skipped_mass is not None
+            np.testing.assert_allclose(result.skipped_est[place], stats.skipped_mass[0], atol=1e-5)
+            if stats.skipped_mass_bound is not None:
+                np.testing.assert_allclose(result.error_bound[place], stats.skipped_mass_bound[0], atol=1e-5)
+            if stats.extended is not None:
+                np.testing.assert_array_equal(result.extended[place], stats.extended[0])
 
 
 @pytest.mark.parametrize("name", LIVE)
@@ -121,7 +125,7 @@ def test_replay_is_the_live_decode_in_other_backends(backend: str, tmp_path: Pat
 def test_captures_round_trip_bit_for_bit(kv_dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     session = Session.open(None, "cuda", "cpu", "float32", kv_dtype)
-    recording = record(session, first_tokens(session, None, 40).tokens, 36, (1, 3), EpsConfig.of())
+    recording = record(session, num_sink_tokens(session, None, 40).tokens, 36, (1, 3), EpsConfig.of())
     info = info_of((1, 3), 36, 4, kv_dtype, EpsConfig.of(), "cuda")
     capture_module.write_capture(path, info, recording)
     found = open_capture(path)
@@ -148,7 +152,7 @@ def test_a_capture_holds_what_attention_saw(dense: Capture) -> None:
         return taken[layer]
 
     decoder.model.project = projected  # type: ignore[method-assign]
-    tokens = first_tokens(session, None, CONTEXT + STEPS).tokens
+    tokens = num_sink_tokens(session, None, CONTEXT + STEPS).tokens
     session.prefix(tokens, prefill_chunk=len(tokens))
     for layer in range(4):
         q, k, v = dense.layer(layer)
@@ -180,7 +184,7 @@ def random_truth(groups: int = 23, seed: int = 0) -> Truth:
 def test_recall_counts_what_has_no_summary_first() -> None:
     truth = random_truth(9)
     estimate = np.tile(np.arange(9.0), (2, 1))
-    estimate[:, 8] = np.inf  # the open group, which is always visited
+    estimate[:, 8] = np.inf  # the partial group, which is always visited
     shares = truth.shares
     found = recall_at(estimate, shares, RECALL_FRACTIONS)
     np.testing.assert_allclose(found[:, 0], shares[:, :, 8].mean(axis=1))
@@ -198,7 +202,7 @@ def test_certified_skip_is_the_certificate_tried_group_by_group() -> None:
     upper = truth.log_masses + np.random.default_rng(1).exponential(0.5, truth.log_masses.shape)
     upper[:, :, 4] = np.inf  # a group without a summary is read first
     for levels in (CERTIFIED_LEVELS, (0.5, 0.9)):
-        found = certified_skip(upper, truth.log_masses, levels)
+        found = bounded_skip(upper, truth.log_masses, levels)
         for head in range(2):
             order = np.argsort(-upper[head].max(axis=0), kind="stable")
             for i, level in enumerate(levels):
@@ -209,22 +213,22 @@ def test_certified_skip_is_the_certificate_tried_group_by_group() -> None:
                     if not len(rest) or (np.isfinite(unread).all() and (unread / (unread + mass)).max() <= level):
                         break
                 assert found[head, i] == pytest.approx(1 - num_read / 23)
-    oracle = certified_skip(truth.log_masses, truth.log_masses, CERTIFIED_LEVELS)
-    assert (found <= 1).all() and (oracle >= certified_skip(upper, truth.log_masses, CERTIFIED_LEVELS)).all()
-    far = np.full_like(upper, 1e4)  # exp overflows: nothing is certified
-    assert (certified_skip(far, truth.log_masses, CERTIFIED_LEVELS) == 0).all()
+    oracle = bounded_skip(truth.log_masses, truth.log_masses, CERTIFIED_LEVELS)
+    assert (found <= 1).all() and (oracle >= bounded_skip(upper, truth.log_masses, CERTIFIED_LEVELS)).all()
+    far = np.full_like(upper, 1e4)  # exp overflows: nothing is bounded
+    assert (bounded_skip(far, truth.log_masses, CERTIFIED_LEVELS) == 0).all()
 
 
 def test_false_skips_follow_their_definition() -> None:
     truth = random_truth()
-    visit = np.random.default_rng(2).random((2, 23)) < 0.4
-    found = false_skips(visit, truth, epsilon=0.02)
+    selected_mask = np.random.default_rng(2).random((2, 23)) < 0.4
+    found = false_skips(selected_mask, truth, epsilon=0.02)
     for head in range(2):
         best = truth.log_masses[head].max(axis=0)
-        top = set(np.argsort(-best)[: visit[head].sum()])
+        top = set(np.argsort(-best)[: selected_mask[head].sum()])
         wrong = [
             group
-            for group in np.flatnonzero(~visit[head])
+            for group in np.flatnonzero(~selected_mask[head])
             if group in top or (truth.shares[head][:, group] > 0.02).any()
         ]
         assert found[head] == len(wrong) > 0
@@ -242,22 +246,22 @@ def test_bytes_at_error_lie_between_budgets() -> None:
 def test_reading_everything_misses_nothing(dense: Capture) -> None:
     result = replay(dense, EpsConfig.of(method="moments", budget=1.0), load_backend("cuda"), "cpu")
     row = result.summary()
-    assert row["visit_ratio"] == 1 and row["recall"] == 1 and row["skipped_true"] == 0
+    assert row["selected_ratio"] == 1 and row["recall"] == 1 and row["skipped_true"] == 0
     assert row["output_error_max"] < 1e-5 and row["false_skip_rate"] is None
-    assert row["bytes_ratio"] == 1 and row["certificate"] == 0 and row["union_amplification"] == 1
+    assert row["bytes_ratio"] == 1 and row["error_bound"] == 0 and row["union_amplification"] == 1
 
 
 @pytest.mark.parametrize("method", ["1pc", "fd", "box", "ball", "moments", "rq"])
 def test_no_bound_is_violated(method: str, dense: Capture) -> None:
-    config = EpsConfig.of(method=method, group_tokens=8, rq_bounds=method == "rq", **SMALL)
+    config = EpsConfig.of(method=method, group_size=8, rq_bounds=method == "rq", **SMALL)
     result = replay(dense, config, load_backend("cuda"), "cpu")
     row = result.summary()
     # 2 kv heads of 2 query heads each, every group but those of what is open, in 4 layers and all steps
-    size = config.store.sealed_tokens
+    size = config.cache_config.span_tokens
     assert row["bound_checks"] == sum(4 * 4 * (length // size * size // 8) for length in dense.lengths)
-    assert row["lower_violations"] == row["upper_violations"] == row["certificate_violations"] == 0
-    assert row["upper_gap"] > 0 and row["certificate"] >= row["skipped_true"]
-    assert (result.certified_skip <= result.oracle_skip).all()
+    assert row["lower_violations"] == row["upper_violations"] == row["bound_violations"] == 0
+    assert row["upper_gap"] > 0 and row["error_bound"] >= row["skipped_true"]
+    assert (result.bounded_skip <= result.oracle_skip).all()
 
 
 def test_a_wrong_bound_is_counted(dense: Capture) -> None:
@@ -270,15 +274,15 @@ def test_a_wrong_bound_is_counted(dense: Capture) -> None:
     liar = SimpleNamespace(**{**vars(backend), "score": wrong})
     row = replay(dense, EpsConfig.of(method="box", **SMALL), liar, "cpu", layers=[0]).summary()
     assert row["lower_violations"] == row["upper_violations"] == row["bound_checks"] > 0
-    assert row["certificate_violations"] > 0
+    assert row["bound_violations"] > 0
 
 
 def test_strict_reaches_its_epsilon(dense: Capture) -> None:
     strict = EpsConfig.of(method="moments", strict=True, epsilon=0.2, **SMALL)
     loose, tight = replay_many(dense, [strict.replace(strict=False), strict], load_backend("cuda"), "cpu")
-    assert (loose.certificate > 0.2).any() and (tight.certificate <= 0.2).all()
-    assert (tight.skipped_true <= tight.certificate).all()
-    assert tight.escalated.sum() == (tight.visited - loose.visited).sum() > 0
+    assert (loose.error_bound > 0.2).any() and (tight.error_bound <= 0.2).all()
+    assert (tight.skipped_true <= tight.error_bound).all()
+    assert tight.extended.sum() == (tight.selected - loose.selected).sum() > 0
 
 
 def test_configurations_that_share_a_cache_do_not_disturb_each_other(dense: Capture) -> None:
@@ -287,7 +291,7 @@ def test_configurations_that_share_a_cache_do_not_disturb_each_other(dense: Capt
         base,
         base.replace(budget=0.5),
         base.replace(policy="threshold", top_pages=40),
-        base.replace(last_tokens=8),
+        base.replace(num_recent_tokens=8),
     ]
     together = replay_many(dense, configs, load_backend("cuda"), "cpu", layers=(1,))
     for config, found in zip(configs, together, strict=True):
@@ -327,12 +331,12 @@ def test_commands_capture_and_replay(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
     result = json.loads(texts[0].splitlines()[-1])
-    assert [(r["method"], r["group_tokens"], r["budget"]) for r in result["rows"]] == [
+    assert [(r["method"], r["group_size"], r["budget"]) for r in result["rows"]] == [
         (method, size, budget) for method, size in (("rq", 4), ("moments", 8), ("oracle", 16)) for budget in (0.4, 0.6)
     ]
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [line["type"] for line in lines] == ["run", *(["replay"] + ["head"] * 4) * 6]
-    assert lines[0]["text_sha256"] and EpsConfig.from_dict(lines[1]["config"]).read.budget == 0.4
+    assert lines[0]["text_sha256"] and EpsConfig.from_dict(lines[1]["config"]).selection_config.budget == 0.4
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

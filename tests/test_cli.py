@@ -16,14 +16,14 @@ import click
 import pytest
 from click.testing import CliRunner
 from command import call, lines_of, process_line
-from test_telemetry import KEYS
+from test_metrics import KEYS
 
 from eps_core.cli import __main__ as entry
 from eps_core.cli.main import cli
 from eps_core.cli.options import config_of, given_flags, method_option, selection_options, summary_options
+from eps_core.config.cache import METHODS
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import KV_BITS
-from eps_core.config.store import METHODS
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
 
@@ -39,8 +39,8 @@ DENSE_KEYS = ["tokens", "decode_ms_p50", "decode_ms_p95", "tokens_per_s", "bytes
 EPS_KEYS = [
     "label", *DENSE_KEYS, "method", "policy", "bytes_summary_read", "kept_ratio", "rows_moved", "units_freed",
     "pages_total", "pages_visited", "pages_skipped",
-    "pages_forced", "prepass_ms_p50", "mass_skipped_est_mean", "mass_skipped_cert_max",
-    "mass_skipped_true_max", "audit_alarms", "escalations", "fallbacks",
+    "pages_always_selected", "prepass_ms_p50", "skipped_mass_mean", "skipped_mass_bound_max",
+    "skipped_mass_true_max", "audit_alarms", "extensions", "fallbacks",
 ]  # fmt: skip
 
 
@@ -77,9 +77,9 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         "--max-new-tokens", 6, "--dtype", "float32", "--kv-dtype", "bfloat16", "--prefill-chunk", 33,
         "--pool-tokens", 512, "--no-stop", "--temperature", 0.8, "--top-p", 0.9, "--seed", 4, "--kl",
         "--metrics", metrics, "--csv", table, "--eps-method", "rq", "--eps-rq-bounds",
-        "--eps-group-tokens", 4, "--eps-policy", "topk", "--eps-budget", 0.3, "--eps-first-tokens", 4,
-        "--eps-last-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 8,
-        "--eps-tail", "drop",
+        "--eps-group-size", 4, "--eps-policy", "topk", "--eps-budget", 0.3, "--eps-sink-tokens", 4,
+        "--eps-recent-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 8,
+        "--eps-correction", "drop",
     )  # fmt: skip
     assert done.returncode == 0 and re.fullmatch(PROGRESS, done.stderr), done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -102,8 +102,8 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
 
     first, *steps, last = lines_of(metrics)
     config = EpsConfig.of(
-        method="rq", rq_bounds=True, group_tokens=4, budget=0.3, first_tokens=4, last_tokens=8, scope="union",
-        seed=3, min_context=10, block_size=8, tail_tokens=0,
+        method="rq", rq_bounds=True, group_size=4, budget=0.3, num_sink_tokens=4, num_recent_tokens=8, scope="union",
+        seed=3, min_context=10, block_size=8, correction_tokens=0,
     )  # fmt: skip
     assert first["type"] == "run" and EpsConfig.from_dict(first["config"]) == config
     assert (
@@ -117,17 +117,17 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
     for step in steps:
         assert list(step) == KEYS
         assert step["pages_total"] == step["pages_visited"] + step["pages_skipped"]
-        assert step["pages_visited"] >= step["pages_forced"] > 0
+        assert step["pages_visited"] >= step["pages_always_selected"] > 0
         assert step["bytes_kv_dense"] == step["lengths"][0] * 2 * 2 * 64
         assert step["eps_prepass_ms"] + step["attention_ms"] <= step["decode_ms"]
-        assert 0 <= step["mass_skipped_est"] <= 1
-        # its bounds certify, nothing is audited
-        assert 0 < step["mass_skipped_cert"] <= 1 and step["output_error_cert"] > 0
-        assert step["mass_skipped_true"] is None and not step["audited"] and step["escalations"] == 0
+        assert 0 <= step["skipped_mass_mean"] <= 1
+        # its bounds bound, nothing is audited
+        assert 0 < step["skipped_mass_bound_max"] <= 1 and step["output_error_bound"] > 0
+        assert step["skipped_mass_true_max"] is None and not step["audited"] and step["extensions"] == 0
     assert [step["tokens"][0] for step in steps] == eps["tokens"]
     assert last["type"] == "summary" and last["tokens_equal"] == result["tokens_equal"]
     assert sum(step["pages_visited"] for step in steps) == last["pages_visited"] == eps["pages_visited"]
-    ratios = last["visit_ratio_by_layer_and_head"]
+    ratios = last["selected_ratio_by_layer_and_head"]
     assert len(ratios) == 2 and all(len(row) == 2 and all(0 < ratio < 1 for ratio in row) for row in ratios)
     assert last["dense"]["decode_ms_p50"] == dense["decode_ms_p50"] and last["kl_mean"] == result["kl_mean"]
     with open(table, newline="") as file:
@@ -139,7 +139,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "off"])
 def test_every_method_runs(run: Any, method: str) -> None:
-    result = run("--eps-method", method, "--no-baseline", "--eps-last-tokens", 16, "--eps-budget", 0.1)
+    result = run("--eps-method", method, "--no-baseline", "--eps-recent-tokens", 16, "--eps-budget", 0.1)
     assert result["dense"] is None and result["tokens_equal"] is None and result["eps"]["method"] == method
     assert result["eps"]["bytes_summary_read"] > 0
 
@@ -150,12 +150,12 @@ def test_reading_everything_says_what_dense_says(run: Any) -> None:
 
 
 def test_off_is_a_run_without_eps(run: Any, tmp_path: Path) -> None:
-    """Same tokens and bytes as a run with no flag, as the baseline of a gated run, and as rollback with flags left."""
+    """Same tokens and bytes as a run with no flag, as the baseline of a sparse run, and as rollback with flags left."""
     plain = run("--metrics", tmp_path / "m.jsonl")
     off = run("--eps-method", "off", "--eps-budget", 0.3, "--eps-mean-bits", 8)
-    gated = run("--eps-method", "rq")
+    sparse = run("--eps-method", "rq")
     assert plain["eps"] is None and plain["bytes_ratio"] is None and off["eps"] is None
-    for other in (off, gated):
+    for other in (off, sparse):
         assert other["dense"]["tokens"] == plain["dense"]["tokens"] == plain["tokens"]
         assert other["dense"]["bytes_kv_read"] == plain["dense"]["bytes_kv_read"]
     first, *steps, last = lines_of(tmp_path / "m.jsonl")
@@ -216,13 +216,13 @@ def test_info_counts_memory_within_the_limits() -> None:
         "kv_bits": [16, 16],
     }  # fmt: skip
     coarse = {row["method"]: row for row in info["summaries"] if row["kind"] == "coarse"}
-    assert list(coarse) == INFO_COARSE and {row["group_tokens"] for row in coarse.values()} == {128}
+    assert list(coarse) == INFO_COARSE and {row["group_size"] for row in coarse.values()} == {128}
     assert all(row["summary_mib"] <= 150 for row in coarse.values())
     assert coarse["jl"]["summary_mib"] == 72 and coarse["moments"]["summary_mib"] == 136
     fine = [row for row in info["summaries"] if row["kind"] == "fine"]
     plain = next(row for row in fine if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"]))
     # two bits, each 16 bytes and a scale of one; of 64 tokens the mean key in 4 bits
-    assert plain["bytes_per_group"] == 34 + 66 / 64 and plain["group_tokens"] == 1
+    assert plain["bytes_per_group"] == 34 + 66 / 64 and plain["group_size"] == 1
     assert plain["share_of_kv"] == (34 + 66 / 64) / 512
     bounded = next(row for row in fine if row["method"] == "rq" and row["rq_bounds"])
     assert bounded["bytes_per_group"] == 34 + 66 / 64 + 3 * 2
@@ -235,7 +235,7 @@ def test_info_counts_memory_within_the_limits() -> None:
     assert {bits for bits, _ in kept} == {(one, one) for one in KV_BITS} | {(8, 4)}
     assert kept[(8, 4), 0.5]["kv_bytes"] == coded["shape"]["kv_bytes"] / 2
     assert kept[(4, 4), 1.0]["summary_bytes"] == plain["summary_bytes"]
-    assert {"box", "rq"} <= {row["method"] for row in fine} and all(row["group_tokens"] <= 16 for row in fine)
+    assert {"box", "rq"} <= {row["method"] for row in fine} and all(row["group_size"] <= 16 for row in fine)
     assert list(info["backends"]) == list(BACKENDS)
     assert all(status["usable"] and "cpu" in status["devices"] for status in info["backends"].values())
 
@@ -243,12 +243,12 @@ def test_info_counts_memory_within_the_limits() -> None:
 def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     info = succeed(
         "info", "--layers", 2, "--kv-heads", 3, "--head-dim", 64, "--context", 1024, "--eps-dim", 4,
-        "--eps-group-tokens", 8, "--block-size", 32, env=bare,
+        "--eps-group-size", 8, "--block-size", 32, env=bare,
     )  # fmt: skip
     rows = {(row["kind"], row["method"], row["rq_bounds"]): row for row in info["summaries"] if not row["bound_bits"]}
-    assert rows["coarse", "jl", False]["group_tokens"] == 256 and rows["coarse", "jl", False]["bytes_per_group"] == 40
+    assert rows["coarse", "jl", False]["group_size"] == 256 and rows["coarse", "jl", False]["bytes_per_group"] == 40
     rq = rows["fine", "rq", False]
-    assert rq["group_tokens"] == 8 and rq["bytes_per_group"] == 22.25
+    assert rq["group_size"] == 8 and rq["bytes_per_group"] == 22.25
     assert rq["summary_bytes"] == 2 * 3 * 128 * 22.25
     keys = next(row for row in info["summaries"] if row["bound_bits"])  # a code and four fp16 scalars of each
     assert keys["summary_bytes"] == rq["summary_bytes"] + 2 * 3 * 1024 * (64 + 4 * 2)
@@ -256,7 +256,7 @@ def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     assert next(row for row in info["kept"] if row["kept_share"] == 1)["summary_bytes"] == rq["summary_bytes"]
     blocks = succeed("info", "--model", model, "--eps-group-blocks", 4, env=bare)
     assert blocks["shape"]["layers"] == 2 and blocks["shape"]["context"] == 512
-    assert {row["group_tokens"] for row in blocks["summaries"] if row["kind"] == "coarse"} == {64}
+    assert {row["group_size"] for row in blocks["summaries"] if row["kind"] == "coarse"} == {64}
 
 
 def test_a_backend_that_does_not_import_is_named_with_its_mend(bare: dict[str, str]) -> None:
@@ -323,7 +323,7 @@ def test_help_and_version() -> None:
             assert sorted(listed) == sorted(COMMANDS)
         if args[0] == "run":
             for flag in ("eps-strict", "audit-every", "audit-factor", "audit-off", "eps-heads", "eps-head-policy",
-                         "eps-bound-bits", "eps-refine"):  # fmt: skip
+                         "eps-bound-bits", "eps-rescore"):  # fmt: skip
                 assert f"--{flag} " in done.stdout
 
 
@@ -337,8 +337,8 @@ def configured(ctx: click.Context, /, **flags: Any) -> EpsConfig:
     return config_of(flags, given_flags(ctx, flags))
 
 
-FINE, WIDE = {"first_tokens": 4, "last_tokens": 8}, {"first_tokens": 16, "last_tokens": 128}
-TOPK = {"policy": "topk", "budget": 0.05}
+FINE, WIDE = {"num_sink_tokens": 4, "num_recent_tokens": 8}, {"num_sink_tokens": 16, "num_recent_tokens": 128}
+TOPK = {"policy": "topk", "budget": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -350,34 +350,34 @@ TOPK = {"policy": "topk", "budget": 0.05}
                 "method": "rq",
                 "mean_tokens": 64,
                 "mean_bits": 4,
-                "stages": [0.5],
-                "refine": 0.125,
-                "group_tokens": 1,
-                "tail_tokens": 0,
+                "cascade": [0.5],
+                "rescore": 0.125,
+                "group_size": 1,
+                "correction_tokens": 0,
                 "budget_floor": 1024,
                 **TOPK,
                 **FINE,
             },
         ),
-        ("--eps-unit-tokens 64 --eps-stages 0.5,0.2", {"mean_tokens": 64, "stages": [0.5, 0.2], "refine": 0.125}),
-        ("--eps-stages 0 --eps-mean-bits 8", {"mean_tokens": 64, "mean_bits": 8, "stages": []}),
+        ("--eps-mean-tokens 64 --eps-cascade 0.5,0.2", {"mean_tokens": 64, "cascade": [0.5, 0.2], "rescore": 0.125}),
+        ("--eps-cascade 0 --eps-mean-bits 8", {"mean_tokens": 64, "mean_bits": 8, "cascade": []}),
         ("--eps-budget 0.2", {"policy": "topk", "budget": 0.2, **FINE}),
         ("--eps-top-pages 7", {"policy": "topk", "top_pages": 7, **FINE}),
         ("--eps-policy threshold --eps-top-pages 7", {"policy": "threshold", "top_pages": 7}),
-        ("--eps-method box", {"policy": "topk", "budget": 0.1, "refine": 0, **WIDE}),
+        ("--eps-method box", {"policy": "topk", "budget": 0.1, "rescore": 0, **WIDE}),
         ("--eps-method jl", {"policy": "topk", **WIDE}),
-        ("--eps-last-tokens 64", {"first_tokens": 4, "last_tokens": 64}),
-        ("--eps-first-tokens 8 --eps-last-tokens 16", {"first_tokens": 8, "last_tokens": 16}),
+        ("--eps-recent-tokens 64", {"num_sink_tokens": 4, "num_recent_tokens": 64}),
+        ("--eps-sink-tokens 8 --eps-recent-tokens 16", {"num_sink_tokens": 8, "num_recent_tokens": 16}),
         ("--eps-policy threshold --eps-top-pages 5 --eps-alpha 1.05", {"policy": "threshold", "alpha": 1.05}),
         ("--eps-budget 64", {"budget": 64.0}),
         (
             "--eps-method box --eps-group-blocks 2 --eps-first-n 2 --eps-last-n 3",
-            {"first_tokens": 64, "last_tokens": 96},
+            {"num_sink_tokens": 64, "num_recent_tokens": 96},
         ),
-        ("--eps-method jl --eps-dim 3 --eps-group-tokens 16", {"method": "jl", "dim": 3}),
-        ("--eps-last-n 3", {"first_tokens": 4, "last_tokens": 3}),
-        ("--eps-refine 0", {"refine": 0}),
-        ("--eps-refine 1", {"refine": 1, "stages": [1]}),
+        ("--eps-method jl --eps-dim 3 --eps-group-size 16", {"method": "jl", "dim": 3}),
+        ("--eps-last-n 3", {"num_sink_tokens": 4, "num_recent_tokens": 3}),
+        ("--eps-rescore 0", {"rescore": 0}),
+        ("--eps-rescore 1", {"rescore": 1, "cascade": [1]}),
         ("--eps-bound-bits 4 --eps-strict", {"bound_bits": 4, "strict": True, "epsilon": 0.01, **TOPK}),
         ("--eps-method moments --eps-strict --eps-epsilon 0.2", {"strict": True, "epsilon": 0.2, "policy": "topk"}),
     ],

@@ -36,7 +36,7 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "keep-nothing": (["run", "--kv-evict", "h2o", "--kv-keep", "0"], "kv-keep 0.0 keeps nothing"),
     "keep-a-share-of-the-prompt": (["run", "--kv-evict", "rswa", "--kv-keep", "0.5"], "of which rswa keeps all: give"),
     "keep-the-prompt's-first": (
-        ["run", "--kv-evict", "rswa", "--kv-keep", "64", "--kv-first-tokens", "4"], "nothing to rswa, which keeps"),
+        ["run", "--kv-evict", "rswa", "--kv-keep", "64", "--kv-sink-tokens", "4"], "nothing to rswa, which keeps"),
     "evict-never": (["run", "--kv-evict", "rswa", "--kv-keep", "64", "--kv-every", "0"], "kv-every 0 never evicts"),
     "keep-a-part-of-a-row": (["run", "--kv-evict", "h2o", "--kv-keep", "1.5"], "neither a share up to 1 nor a whole"),
     "evict-and-verify": (
@@ -49,10 +49,10 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "evict-once-and-again": (["run", "--kv-evict", "snapkv", "--kv-keep", "0.5", "--kv-every", "9"], "at the end of"),
     "compact-never": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-every", "0", "--kv-compact", "fill"], "drop one"),
-    "evict-all": (["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-last-tokens", "0"], "let a head go empty"),
+    "evict-all": (["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-recent-tokens", "0"], "let a head go empty"),
     "evict-and-union": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-scope", "union"], "eps-scope union reads the same in"),
-    "codes-about-no-mean": (["run", "--eps-unit-tokens", "0"], "eps-unit-tokens 0 is not 32 or 64"),
+    "codes-about-no-mean": (["run", "--eps-mean-tokens", "0"], "eps-mean-tokens 0 is not 32 or 64"),
     "bits-of-codes": (["run", "--eps-bits", "2"], "No such option"),
     "unknown-verify": (["run", "--eps-verify", "bits"], "'bits' is not one of 'off', 'tokens'"),
     "unknown-kv-bits": (["run", "--kv-bits", "5"], "'5' is not one of 16, 8, fp8, 4, nvfp4"),
@@ -117,8 +117,8 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "audit-of-off": (["run", "--eps-method", "off", "--eps-audit-every", 2], "choose a --method"),
     "audit-every-range": (["run", "--eps-audit-every", -1], "--audit-every"),
     "bound-bits-range": (["run", "--eps-bound-bits", 3], "eps-bound-bits 3 is not 4 or 8"),
-    "refine-range": (["run", "--eps-refine", 2], "eps-refine 2.0 is outside [0, 1]"),
-    "refine-of-another-method": (["run", "--eps-method", "box", "--eps-refine", 0.5], "not of method box"),
+    "refine-range": (["run", "--eps-rescore", 2], "eps-rescore 2.0 is outside [0, 1]"),
+    "refine-of-another-method": (["run", "--eps-method", "box", "--eps-rescore", 0.5], "not of method box"),
     "audit-factor-of-no-number": (
         ["run", "--prompt", "x", "--eps-audit-every", 2, "--eps-audit-factor", "nan"],
         "'nan' is not a number",
@@ -127,11 +127,11 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "alpha-range": (["run", "--eps-policy", "threshold", "--eps-top-pages", 4, "--eps-alpha", 0.5], "eps-alpha 0.5"),
     "threshold-without-m": (["run", "--eps-policy", "threshold"], "eps-top-pages"),
     "no-top-pages": (["run", "--eps-top-pages", 0], "eps-top-pages 0"),
-    "negative-guard": (["run", "--eps-last-tokens", -1], "eps-last-tokens -1"),
+    "negative-guard": (["run", "--eps-recent-tokens", -1], "eps-recent-tokens -1"),
     "negative-groups": (["run", "--eps-first-n", -1], "--eps-first-n -1"),
-    "guard-twice": (["run", "--eps-last-n", 1, "--eps-last-tokens", 128], "--eps-last-n"),
-    "group-twice": (["run", "--eps-group-tokens", 4, "--eps-group-blocks", 1], "same thing twice"),
-    "odd-group": (["run", "--eps-group-tokens", 12], "12 tokens"),
+    "guard-twice": (["run", "--eps-last-n", 1, "--eps-recent-tokens", 128], "--eps-last-n"),
+    "group-twice": (["run", "--eps-group-size", 4, "--eps-group-blocks", 1], "same thing twice"),
+    "odd-group": (["run", "--eps-group-size", 12], "12 tokens"),
     "huge-group": (["run", "--eps-group-blocks", 64], "1024 tokens"),
     "huge-block": (["run", "--block-size", 300], "block-size 300"),
     "dim-of-another-method": (["run", "--eps-method", "box", "--eps-dim", 2], "eps-dim 2"),
@@ -165,7 +165,7 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "metrics-and-csv-alike": (["run", "--csv", "new.txt", "--metrics", "new.txt"], "new.txt"),
     "info-shape-twice": (["info", "--model", "MODEL", "--layers", 4], "--layers"),
     "info-no-layers": (["info", "--layers", 0], "--layers"),
-    "info-group-twice": (["info", "--eps-group-tokens", 4, "--eps-group-blocks", 1], "same thing twice"),
+    "info-group-twice": (["info", "--eps-group-size", 4, "--eps-group-blocks", 1], "same thing twice"),
     "info-absent-model": (["info", "--model", "absent"], "absent"),
     "capture-of-a-folder": (["replay", "."], "capture . cannot be read (Is a directory)"),
     "capture-truncated": (["replay", "TRUNCATED"], "truncated"),
@@ -206,7 +206,7 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "calibrate-share": (["calibrate", "-o", "p.json", "--streaming-share", 2], "--streaming-share"),
     "calibrate-fraction": (["calibrate", "-o", "p.json", "--dense-fraction", -1], "--dense-fraction"),
     "calibrate-absent-model": (["calibrate", "-o", "p.json", "--model", "absent"], "absent"),
-    "calibrate-odd-group": (["calibrate", "-o", "p.json", "--eps-group-tokens", 12], "12 tokens"),
+    "calibrate-odd-group": (["calibrate", "-o", "p.json", "--eps-group-size", 12], "12 tokens"),
     "calibrate-longer-than-the-model": (["calibrate", "-o", "p.json", "--context", 99999], "16384"),
 }  # fmt: skip
 

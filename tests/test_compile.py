@@ -9,7 +9,7 @@ import pytest
 
 from eps_core.cpu.usable import why_not
 from eps_core.errors import ConfigError
-from eps_core.files import caches
+from eps_core.io import caches
 from eps_core.load import load_backend, resolve_kernels
 
 # compiles one small kernel and says how often numba compiled it

@@ -6,9 +6,9 @@
 2. `score` estimates every group, and its bounds enclose the true masses                   (check_scores, check_scoring)
 3. `select` lists the groups that the policy says, ascending                               (check_selection)
 4. `attend` is exact attention over the selected groups, and counts the bytes that it read (check_attend)
-5. `attend_tail` is the skipped-mass correction, and `add_tail` merges it in               (check_tail)
-6. `certify` bounds the unread mass and the error of the output                            (check_certificate)
-7. `escalate` adds groups until the bound falls to epsilon                                 (check_escalation)
+5. `attend_correction` is the skipped-mass correction, and `add_correction` merges it in               (check_tail)
+6. `bound_error` bounds the unread mass and the error of the output                            (check_certificate)
+7. `extend_selection` adds groups until the bound falls to epsilon                                 (check_escalation)
 
 After it come what no single case shows: merging, forks, reuse of units, head modes, hard numbers, decoders. The wrong
 backends of test_wrong_backends.py go through the same functions and must fail them.
@@ -29,26 +29,26 @@ import pytest
 import tiny_models
 from places import place
 
-from eps_core import oracle
+from eps_core import reference
+from eps_core.attention.protocol import Scores, Selection
 from eps_core.config.bytes import scoring_bytes, summary_group_bytes
+from eps_core.config.cache import EVALUATION_METHODS, METHODS, CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import KvFormats
-from eps_core.config.store import EVALUATION_METHODS, METHODS, CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.errors import ConfigError
-from eps_core.gate.protocol import Scores, Selection
+from eps_core.kv_cache.pool import PagePool
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.models.config import read_spec
-from eps_core.oracle import codes
-from eps_core.oracle import selection as oracle_selection
-from eps_core.oracle.formulas import attend_keys, group_masses
-from eps_core.paging.pool import PagePool
-from eps_core.paging.where import Where
+from eps_core.reference import codes
+from eps_core.reference import selection as oracle_selection
+from eps_core.reference.formulas import attend_keys, group_masses
 from eps_core.summaries import base as oracle_summaries
 
 pytestmark = pytest.mark.kernels("numba", "triton", "metal")
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-EPSILONS = (0.3, 0.02, 0.0)  # of strict: each escalates further
+EPSILONS = (0.3, 0.02, 0.0)  # of strict: each extends further
 TINY = 2.0**-126  # float32 shares below it may be 0
 
 
@@ -78,9 +78,9 @@ class Case:
     def __str__(self) -> str:
         c = self.config
         lengths = "+".join(map(str, self.lengths))
-        unit = f"-U{c.store.mean_tokens}" if c.store.mean_tokens else ""
+        unit = f"-U{c.cache_config.mean_tokens}" if c.cache_config.mean_tokens else ""
         return (
-            f"{c.store.method}-S{c.store.S}{unit}-{c.read.policy}-{c.read.scope}-tail{c.store.tail_tokens}-T{lengths}"
+            f"{c.cache_config.method}-S{c.cache_config.S}{unit}-{c.selection_config.policy}-{c.selection_config.scope}-tail{c.cache_config.correction_tokens}-T{lengths}"
             f"-{self.num_heads}q{self.num_kv_heads}kv-D{self.head_dim}-{self.dtype}-{self.kind}"
             + (f"-K{self.bits[0]}V{self.bits[1]}" if self.spec.quantised else "")
         )
@@ -89,69 +89,69 @@ class Case:
 def eps(method: str, **settings: object) -> EpsConfig:
     if method == "off":
         return EpsConfig.of()
-    defaults: dict = {"first_tokens": 4, "last_tokens": 8, "budget": 0.3, "block_size": 16, "group_tokens": 4}
+    defaults: dict = {"num_sink_tokens": 4, "num_recent_tokens": 8, "budget": 0.3, "block_size": 16, "group_size": 4}
     config = EpsConfig.of(method=method, **{**defaults, **settings})
     # with the skipped-mass correction, so that every rq case tests it, too
-    return config.with_tail() if method == "rq" and "tail_tokens" not in settings else config
+    return config.with_correction() if method == "rq" and "correction_tokens" not in settings else config
 
 
 BASE = [Case((150, 37), eps(m)) for m in (*METHODS[1:], *EVALUATION_METHODS)]
 CASES = [
     *BASE,
-    Case((300,), eps("rq", group_tokens=2)),
+    Case((300,), eps("rq", group_size=2)),
     Case((300, 70), EpsConfig.of(method="rq", budget=0.2)),
     # units' means of all sizes, in stages and whole, with bounds, in head dims of one part
-    Case((300, 64, 63), eps("rq", group_tokens=2, mean_tokens=32), head_dim=64),
-    Case((600, 290), eps("rq", group_tokens=1, mean_tokens=64, budget=0.1), dtype="bfloat16", head_dim=128),
-    Case((300, 61), eps("rq", group_tokens=2, mean_tokens=32, stages=(0.5, 0.2)), head_dim=32, num_heads=6),
-    Case((300, 129), eps("rq", group_tokens=2, mean_tokens=64, mean_bits=8, stages=(), refine=0.0), head_dim=64),
+    Case((300, 64, 63), eps("rq", group_size=2, mean_tokens=32), head_dim=64),
+    Case((600, 290), eps("rq", group_size=1, mean_tokens=64, budget=0.1), dtype="bfloat16", head_dim=128),
+    Case((300, 61), eps("rq", group_size=2, mean_tokens=32, cascade=(0.5, 0.2)), head_dim=32, num_heads=6),
+    Case((300, 129), eps("rq", group_size=2, mean_tokens=64, mean_bits=8, cascade=(), rescore=0.0), head_dim=64),
     Case((400, 65), eps("rq", combine="sum", budget=0.1), dtype="bfloat16", head_dim=64, num_heads=6),
-    Case((300, 65), eps("rq", group_tokens=8, mean_tokens=64, mean_bits=8, tail_tokens=0), head_dim=20),
-    Case((300,), eps("rq", group_tokens=2, mean_tokens=32, rq_bounds=True), num_heads=3, num_kv_heads=1),
-    Case((260, 40, 3), eps("rq", group_tokens=16, mean_tokens=64, rq_bounds=True), dtype="float16", head_dim=64),
-    Case((300, 61), eps("rq", group_tokens=2, scope="union"), head_dim=64, kind="outlier"),
-    Case((300, 61), eps("rq", group_tokens=2, policy="threshold", top_pages=20), head_dim=64, kind="ties"),
-    Case((300, 130), eps("rq", group_tokens=2, policy="threshold", top_pages=9), head_dim=64, num_heads=8),
-    Case((290,), eps("meanstd", group_tokens=3, block_size=12)),
-    Case((290,), eps("box", group_tokens=48)),
-    Case((290, 31), eps("moments", group_tokens=5, block_size=5)),
-    Case((300,), eps("rq", group_tokens=16), head_dim=20),
-    Case((600, 290), eps("rq", group_tokens=2), dtype="bfloat16", head_dim=64),
-    Case((520,), eps("rq", group_tokens=32, policy="threshold", top_pages=2)),
+    Case((300, 65), eps("rq", group_size=8, mean_tokens=64, mean_bits=8, correction_tokens=0), head_dim=20),
+    Case((300,), eps("rq", group_size=2, mean_tokens=32, rq_bounds=True), num_heads=3, num_kv_heads=1),
+    Case((260, 40, 3), eps("rq", group_size=16, mean_tokens=64, rq_bounds=True), dtype="float16", head_dim=64),
+    Case((300, 61), eps("rq", group_size=2, scope="union"), head_dim=64, kind="outlier"),
+    Case((300, 61), eps("rq", group_size=2, policy="threshold", top_pages=20), head_dim=64, kind="ties"),
+    Case((300, 130), eps("rq", group_size=2, policy="threshold", top_pages=9), head_dim=64, num_heads=8),
+    Case((290,), eps("meanstd", group_size=3, block_size=12)),
+    Case((290,), eps("box", group_size=48)),
+    Case((290, 31), eps("moments", group_size=5, block_size=5)),
+    Case((300,), eps("rq", group_size=16), head_dim=20),
+    Case((600, 290), eps("rq", group_size=2), dtype="bfloat16", head_dim=64),
+    Case((520,), eps("rq", group_size=32, policy="threshold", top_pages=2)),
     Case((1,), eps("box")),
     Case((4,), eps("moments")),
-    Case((5, 4, 1), eps("ball", group_tokens=4)),
-    Case((70, 33), eps("box", group_tokens=1)),
-    Case((70, 33), eps("moments", group_tokens=1)),
-    Case((70, 64), eps("moments", group_tokens=16, dim=3), head_dim=20),
-    Case((290, 256), eps("moments", group_tokens=128, block_size=16), head_dim=24),
-    Case((300, 130), eps("jl", group_tokens=128)),
-    Case((300, 130), eps("1pc", group_tokens=128, policy="threshold", top_pages=1)),
-    Case((530,), eps("box", group_tokens=256)),
-    Case((300, 130), eps("fd", group_tokens=64, dim=4)),
+    Case((5, 4, 1), eps("ball", group_size=4)),
+    Case((70, 33), eps("box", group_size=1)),
+    Case((70, 33), eps("moments", group_size=1)),
+    Case((70, 64), eps("moments", group_size=16, dim=3), head_dim=20),
+    Case((290, 256), eps("moments", group_size=128, block_size=16), head_dim=24),
+    Case((300, 130), eps("jl", group_size=128)),
+    Case((300, 130), eps("1pc", group_size=128, policy="threshold", top_pages=1)),
+    Case((530,), eps("box", group_size=256)),
+    Case((300, 130), eps("fd", group_size=64, dim=4)),
     Case((90, 61), eps("box"), num_heads=3, num_kv_heads=3),
     Case((90, 61), eps("meanstd"), num_heads=8, num_kv_heads=1),
-    Case((90, 61), eps("ball", group_tokens=8), num_heads=16, num_kv_heads=2, head_dim=80),
-    Case((90, 61), eps("moments", group_tokens=8), head_dim=33),
+    Case((90, 61), eps("ball", group_size=8), num_heads=16, num_kv_heads=2, head_dim=80),
+    Case((90, 61), eps("moments", group_size=8), head_dim=33),
     Case((300, 61), eps("rq"), num_heads=6, num_kv_heads=3, head_dim=96),
     Case((150, 37), eps("box"), dtype="float16"),
-    Case((150, 37), eps("box", group_tokens=16), dtype="bfloat16"),
-    Case((150, 37), eps("moments", group_tokens=8), dtype="bfloat16", head_dim=64),
+    Case((150, 37), eps("box", group_size=16), dtype="bfloat16"),
+    Case((150, 37), eps("moments", group_size=8), dtype="bfloat16", head_dim=64),
     Case((150, 37), eps("meanstd"), dtype="bfloat16"),
     Case((150, 37), eps("ball", policy="threshold", top_pages=6)),
     Case((150, 37), eps("jl", policy="threshold", top_pages=3)),
     Case((150, 37), eps("box", policy="threshold", top_pages=4, alpha=1.5)),
     Case((150, 37), eps("box", scope="union")),
     Case((150, 37), eps("moments", policy="threshold", top_pages=3, alpha=1.3)),
-    Case((152, 36), eps("meanstd", policy="threshold", top_pages=1, alpha=1.0, first_tokens=0, last_tokens=0)),
+    Case((152, 36), eps("meanstd", policy="threshold", top_pages=1, alpha=1.0, num_sink_tokens=0, num_recent_tokens=0)),
     Case((150, 37), eps("moments", scope="union", policy="threshold", top_pages=4)),
     Case((150, 37), eps("box", budget=20.0)),
     Case((150, 37), eps("box", top_pages=5)),
     Case((150, 37), eps("box", budget=1.0)),
     Case((150, 37), eps("box", min_context=100)),
-    Case((150, 37), eps("ball", group_tokens=2, budget=0.1), num_heads=8, num_kv_heads=2),
-    Case((300, 61), eps("moments", group_tokens=1, scope="union", budget=0.05), num_heads=6),
-    Case((300,), eps("rq", group_tokens=1), num_heads=3, num_kv_heads=1, dtype="float16"),
+    Case((150, 37), eps("ball", group_size=2, budget=0.1), num_heads=8, num_kv_heads=2),
+    Case((300, 61), eps("moments", group_size=1, scope="union", budget=0.05), num_heads=6),
+    Case((300,), eps("rq", group_size=1), num_heads=3, num_kv_heads=1, dtype="float16"),
     Case((150, 37), eps("box"), kind="equal"),
     Case((150, 37), eps("box"), kind="ties"),
     Case((150, 37), eps("ball"), kind="outlier"),
@@ -161,34 +161,34 @@ CASES = [
     Case((300,), eps("rq"), kind="equal"),
     Case((150, 37), eps("off")),
     Case((150, 37), eps("off"), dtype="bfloat16", num_heads=8, num_kv_heads=1),
-    Case((300, 130), eps("norm", group_tokens=128)),
-    Case((300, 130), eps("norm", group_tokens=128, policy="threshold", top_pages=1), dtype="bfloat16"),
-    Case((70, 33), eps("norm", group_tokens=1), dtype="float16"),
-    Case((290, 31), eps("norm", group_tokens=5, block_size=5), head_dim=33, kind="outlier"),
+    Case((300, 130), eps("norm", group_size=128)),
+    Case((300, 130), eps("norm", group_size=128, policy="threshold", top_pages=1), dtype="bfloat16"),
+    Case((70, 33), eps("norm", group_size=1), dtype="float16"),
+    Case((290, 31), eps("norm", group_size=5, block_size=5), head_dim=33, kind="outlier"),
     Case((150, 37), eps("norm", scope="union"), num_heads=6, num_kv_heads=3, kind="equal"),
-    # tails: full and not, of one group and of many, and of sequences too short for one
-    Case((192, 128), eps("box", tail_tokens=64)),
-    Case((200, 130, 3), eps("moments", tail_tokens=64, budget=0.1), num_heads=6, num_kv_heads=3, chunk=70),
-    Case((310, 100), eps("rq", refine=0.2, budget=0.1), num_heads=6, dtype="bfloat16", head_dim=64, chunk=150),
+    # corrections: full and not, of one group and of many, and of sequences too short for one
+    Case((192, 128), eps("box", correction_tokens=64)),
+    Case((200, 130, 3), eps("moments", correction_tokens=64, budget=0.1), num_heads=6, num_kv_heads=3, chunk=70),
+    Case((310, 100), eps("rq", rescore=0.2, budget=0.1), num_heads=6, dtype="bfloat16", head_dim=64, chunk=150),
     Case((300,), eps("rq", policy="threshold", top_pages=5), num_heads=2, kind="ties"),
-    Case((290, 200), eps("ball", group_tokens=48, tail_tokens=96, budget=0.2)),
-    Case((131, 70), eps("meanstd", group_tokens=5, block_size=5, tail_tokens=60), chunk=64),
-    Case((290, 73), eps("meanstd", group_tokens=3, block_size=12), scale_q=0.1),
-    Case((200, 33), eps("moments", group_tokens=1, block_size=32, tail_tokens=32), dtype="float16"),
-    Case((300, 61), eps("box", group_tokens=64, tail_tokens=64, budget=0.2), num_heads=8, num_kv_heads=1),
-    Case((150, 120), eps("moments", tail_tokens=16, scope="union", budget=0.1), num_heads=3, num_kv_heads=3),
-    Case((190, 128), eps("ball", tail_tokens=32, min_context=150), kind="outlier"),
+    Case((290, 200), eps("ball", group_size=48, correction_tokens=96, budget=0.2)),
+    Case((131, 70), eps("meanstd", group_size=5, block_size=5, correction_tokens=60), chunk=64),
+    Case((290, 73), eps("meanstd", group_size=3, block_size=12), scale_q=0.1),
+    Case((200, 33), eps("moments", group_size=1, block_size=32, correction_tokens=32), dtype="float16"),
+    Case((300, 61), eps("box", group_size=64, correction_tokens=64, budget=0.2), num_heads=8, num_kv_heads=1),
+    Case((150, 120), eps("moments", correction_tokens=16, scope="union", budget=0.1), num_heads=3, num_kv_heads=3),
+    Case((190, 128), eps("ball", correction_tokens=32, min_context=150), kind="outlier"),
     # K and V as codes
     Case((150, 37), eps("off"), bits=(8, 4), num_heads=8, num_kv_heads=1),
     Case((150, 37), eps("box"), bits=(8, 8), dtype="bfloat16"),
-    Case((310, 100), eps("rq", refine=0.2, budget=0.1), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
-    Case((300, 61), eps("rq", group_tokens=2, mean_tokens=32, rq_bounds=True), bits=(4, 16), num_heads=6),
-    Case((150, 37), eps("moments", tail_tokens=16), bits=(8, 8), dtype="float16", kind="outlier"),
+    Case((310, 100), eps("rq", rescore=0.2, budget=0.1), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
+    Case((300, 61), eps("rq", group_size=2, mean_tokens=32, rq_bounds=True), bits=(4, 16), num_heads=6),
+    Case((150, 37), eps("moments", correction_tokens=16), bits=(8, 8), dtype="float16", kind="outlier"),
     Case((150, 37), eps("ball", policy="threshold", top_pages=4), bits=(4, 4), head_dim=34),
     Case((150, 37), eps("fd"), bits=(16, 8), head_dim=33),
     Case((150, 37), eps("oracle"), bits=(4, 8), kind="ties"),
     Case((150, 37), eps("rq"), bits=(8, 8)),
-    Case((310, 100), eps("rq", refine=0.2, budget=0.1), bits=("nvfp4", "fp8"), dtype="bfloat16", head_dim=64),
+    Case((310, 100), eps("rq", rescore=0.2, budget=0.1), bits=("nvfp4", "fp8"), dtype="bfloat16", head_dim=64),
     Case((150, 37), eps("box"), bits=("fp8", "nvfp4"), dtype="float16", head_dim=48, kind="outlier"),
 ]
 
@@ -214,7 +214,7 @@ def make_kv(case: Case, rng: np.random.Generator) -> tuple[list[np.ndarray], lis
 
 def write_all(backend: ModuleType, device: str, case: Case, cache, keys, values):
     """Prefill in chunks, then the last tokens of all sequences together, one at a time, as a decode does."""
-    pool = PagePool(case_units(case), case.config.store.unit_tokens)
+    pool = PagePool(case_units(case), case.config.cache_config.unit_tokens)
     sequences = [pool.open([])[0] for _ in case.lengths]
 
     def give(array: np.ndarray):
@@ -241,7 +241,7 @@ def write_all(backend: ModuleType, device: str, case: Case, cache, keys, values)
 
 
 def case_units(case: Case) -> int:
-    return sum(-(-length // case.config.store.unit_tokens) for length in case.lengths) + 2
+    return sum(-(-length // case.config.cache_config.unit_tokens) for length in case.lengths) + 2
 
 
 class FilledCase:
@@ -254,15 +254,15 @@ class FilledCase:
         q = rng.normal(size=(len(case.lengths), case.num_heads, case.head_dim)) * case.scale_q
         self.q = q.astype(np.float32)
         self.native = self.give(self.q)
-        cache = backend.new_cache(case.spec, case.config.store, device)
+        cache = backend.new_cache(case.spec, case.config.cache_config, device)
         self.cache, self.table, self.lengths = write_all(backend, device, case, cache, self.keys, self.values)
-        self.where = Where.of(case.config, self.table, self.lengths)
+        self.plan = StepPlan.of(case.config, self.table, self.lengths)
 
     @cached_property
-    def reference(self) -> oracle.Cache:
+    def ref_cache(self) -> reference.Cache:
         """The same tokens in a cache of the reference."""
-        cache = oracle.new_cache(self.case.spec, self.case.config.store)
-        return write_all(oracle, "cpu", self.case, cache, self.keys, self.values)[0]
+        cache = reference.new_cache(self.case.spec, self.case.config.cache_config)
+        return write_all(reference, "cpu", self.case, cache, self.keys, self.values)[0]
 
     def give(self, array: np.ndarray, dtype: str = "float32"):
         return self.backend.from_numpy(np.ascontiguousarray(array), dtype, self.device)
@@ -270,67 +270,67 @@ class FilledCase:
     def attended(self, selected):
         """(out, lse) over a selection, None for everything; both are the reference's."""
         given = (self.q, self.native, self.table, self.lengths, selected)
-        return check_attend(self.backend, self.case, self.cache, self.reference, *given)
+        return check_attend(self.backend, self.case, self.cache, self.ref_cache, *given)
 
 
 def run_case(backend: ModuleType, device: str, case: Case) -> None:
     one = FilledCase(backend, device, case, sum(case.lengths) + case.head_dim)
     spec, keys, values, q, q_native = case.spec, one.keys, one.values, one.q, one.native
-    cache, table, lengths, where = one.cache, one.table, one.lengths, one.where
-    reference, attended = one.reference, one.attended
-    check_storage(backend, case, cache, reference)
-    if not case.config.store.enabled:
-        assert cache.summaries == [] and cache.state == [] and cache.open == [] and cache.centre == []
+    cache, table, lengths, plan = one.cache, one.table, one.lengths, one.plan
+    ref_cache, attended = one.ref_cache, one.attended
+    check_storage(backend, case, cache, ref_cache)
+    if not case.config.cache_config.enabled:
+        assert cache.summaries == [] and cache.state == [] and cache.open == [] and cache.centroid == []
         attended(None)
         return
-    scores = backend.score(cache, 0, q_native, where)
-    expected = oracle.score(reference, 0, q, where)
+    scores = backend.score(cache, 0, q_native, plan)
+    expected = reference.score(ref_cache, 0, q, plan)
     check_scores(backend, case, scores, expected, q, keys, table, lengths)
-    check_scoring(backend, case, cache, reference, scores, q, keys, table, lengths)
+    check_scoring(backend, case, cache, ref_cache, scores, q, keys, table, lengths)
     # selection is judged on the backend's own scores: what must agree is the rule, not the last bit of an estimate
     own = scores_on_host(backend, scores)
-    selected = backend.select(scores, where)
-    wanted = oracle.select(own, where)
+    selected = backend.select(scores, plan)
+    wanted = reference.select(own, plan)
     check_selection(backend, selected, wanted)
     assert wanted.counts.min() >= 1
-    assert (selected.wanted is None) == (case.config.read.scope == "kv-head")
+    assert (selected.wanted is None) == (case.config.selection_config.scope == "kv-head")
     skipped = backend.to_numpy(backend.skipped_mass(scores, selected))
-    assert np.allclose(skipped, oracle.skipped_mass(own, wanted), atol=1e-4)
+    assert np.allclose(skipped, reference.skipped_mass(own, wanted), atol=1e-4)
     attended(selected)
-    check_tail(backend, case, cache, reference, q_native, scores, selected, table, lengths)
+    check_tail(backend, case, cache, ref_cache, q_native, scores, selected, table, lengths)
     all_of_it = case.config.replace(policy="topk", budget=1.0, top_pages=None)
-    everything = backend.select(scores, Where.of(all_of_it, table, lengths))
+    everything = backend.select(scores, StepPlan.of(all_of_it, table, lengths))
     everywhere = attended(everything)
     dense = attended(None)
-    check_tail(backend, case, cache, reference, q_native, scores, everything, table, lengths)
+    check_tail(backend, case, cache, ref_cache, q_native, scores, everything, table, lengths)
     for one, other in zip(everywhere, dense, strict=True):  # every group visited is dense attention
         assert np.allclose(one, other, atol=4 * allowance(case, keys, q))
-    if not case.config.store.has_bounds:
-        with pytest.raises(ValueError, match=f"method {case.config.store.method} has no bounds"):
-            backend.certify(cache, 0, scores, selected, *backend.attend(cache, 0, q_native, where, selected))
+    if not case.config.cache_config.has_bounds:
+        with pytest.raises(ValueError, match=f"method {case.config.cache_config.method} has no bounds"):
+            backend.bound_error(cache, 0, scores, selected, *backend.attend(cache, 0, q_native, plan, selected))
         return
     truth = Truth(case, q, keys, values, lengths)
-    state = backend.attend(cache, 0, q_native, where, everything)
-    mass, error = check_certificate(backend, case, cache, reference, scores, everything, state, truth)
+    state = backend.attend(cache, 0, q_native, plan, everything)
+    mass, error = check_certificate(backend, case, cache, ref_cache, scores, everything, state, truth)
     assert (mass == 0).all() and (error == 0).all()
-    state = backend.attend(cache, 0, q_native, where, selected)
-    check_certificate(backend, case, cache, reference, scores, selected, state, truth)
+    state = backend.attend(cache, 0, q_native, plan, selected)
+    check_certificate(backend, case, cache, ref_cache, scores, selected, state, truth)
     for epsilon in EPSILONS:
         config = case.config.replace(epsilon=epsilon)
-        extra, whole = backend.escalate(config.read, scores, selected, state[1])
+        extra, whole = backend.extend_selection(config.selection_config, scores, selected, state[1])
         check_escalation(backend, config, own, selected, backend.to_numpy(state[1]), extra, whole)
-        check_tail(backend, case, cache, reference, q_native, scores, whole, table, lengths)
+        check_tail(backend, case, cache, ref_cache, q_native, scores, whole, table, lengths)
         bytes_before = cache.kv_bytes_read
-        rest = backend.attend(cache, 0, q_native, where, extra)
+        rest = backend.attend(cache, 0, q_native, plan, extra)
         tiles = int(backend.to_numpy(extra.counts).sum())
-        assert cache.kv_bytes_read - bytes_before == tiles * config.store.S * spec.kv_token_bytes
+        assert cache.kv_bytes_read - bytes_before == tiles * config.cache_config.S * spec.kv_token_bytes
         merged = backend.merge(state, rest)
         for got, want in zip(merged, attended(whole), strict=True):
             assert np.abs(backend.to_numpy(got) - want).max() <= 16 * allowance(case, keys, q)
-        mass, _ = check_certificate(backend, case, cache, reference, scores, whole, merged, truth)
+        mass, _ = check_certificate(backend, case, cache, ref_cache, scores, whole, merged, truth)
         assert (mass <= epsilon).all(), "strict left more than epsilon uncertified"
         if epsilon == 0:
-            assert (backend.to_numpy(whole.counts) == -(-lengths // config.store.S)[:, None]).all()
+            assert (backend.to_numpy(whole.counts) == -(-lengths // config.cache_config.S)[:, None]).all()
             for got, want in zip(merged, dense, strict=True):
                 assert np.abs(backend.to_numpy(got) - want).max() <= 16 * allowance(case, keys, q)
 
@@ -350,15 +350,15 @@ def selection_on_host(backend, selected: Selection) -> Selection:
     return replace(selected, groups=groups, counts=counts, wanted=wanted)
 
 
-def visit_mask(backend, selected: Selection, num_groups: int) -> np.ndarray:
+def selection_mask(backend, selected: Selection, num_groups: int) -> np.ndarray:
     """[B, Hkv, G] of the listed groups, which must be ascending and then padding."""
     groups, counts = backend.to_numpy(selected.groups), backend.to_numpy(selected.counts)
-    visit = np.zeros((*counts.shape, num_groups), bool)
+    selected_mask = np.zeros((*counts.shape, num_groups), bool)
     for b, head in np.ndindex(*counts.shape):
         listed, padding = np.split(groups[b, head], [counts[b, head]])
         assert len(listed) == counts[b, head] and (np.diff(listed) > 0).all() and (padding == -1).all()
-        visit[b, head, listed] = True
-    return visit
+        selected_mask[b, head, listed] = True
+    return selected_mask
 
 
 def check_selection(backend, selected: Selection, wanted: Selection) -> None:
@@ -369,7 +369,7 @@ def check_selection(backend, selected: Selection, wanted: Selection) -> None:
         got = groups[b, head, : counts[b, head]]
         assert got.tolist() == wanted.groups[b, head, : counts[b, head]].tolist()
         assert (groups[b, head, counts[b, head] :] == -1).all()
-    assert (selected.forced == wanted.forced).all()
+    assert (selected.always_selected == wanted.always_selected).all()
     assert (selected.wanted is None) == (wanted.wanted is None)
     if selected.wanted is not None:
         assert (backend.to_numpy(selected.wanted) == wanted.wanted).all()
@@ -389,35 +389,35 @@ class Truth:
             for r in range(case.num_heads):
                 head, a = r // self.repeat, q[b, r].astype(np.float64) / np.sqrt(case.head_dim)
                 k, v = (as_read(case, x[b][:, head], i) for i, x in enumerate((keys, values)))
-                masses.append(group_masses(a, k, case.config.store.S))
+                masses.append(group_masses(a, k, case.config.cache_config.S))
                 dense.append(attend_keys(a, k, v)[0])
             self.masses.append(masses)
             self.dense.append(dense)
 
-    def unread(self, b: int, r: int, visit: np.ndarray) -> float:
+    def unread(self, b: int, r: int, selected_mask: np.ndarray) -> float:
         """The share of the softmax of query head r outside visit [G]."""
         masses = self.masses[b][r]
-        left = masses[~visit[: len(masses)]]
+        left = masses[~selected_mask[: len(masses)]]
         return float(np.exp(np.logaddexp.reduce(left) - np.logaddexp.reduce(masses))) if len(left) else 0.0
 
 
-def check_certificate(backend, case: Case, cache, reference, scores, selected, state, truth: Truth):
-    """(mass, error) certified of attention `state` over `selected`: as the oracle computes them from the same scores,
+def check_certificate(backend, case: Case, cache, ref_cache, scores, selected, state, truth: Truth):
+    """(mass, error) bounded of attention `state` over `selected`: as the oracle computes them from the same scores,
     and valid for every query head."""
-    certificate = backend.certify(cache, 0, scores, selected, *state)
-    mass, error = (backend.to_numpy(x).astype(np.float64) for x in (certificate.mass, certificate.error))
+    error_bound = backend.bound_error(cache, 0, scores, selected, *state)
+    mass, error = (backend.to_numpy(x).astype(np.float64) for x in (error_bound.mass, error_bound.error))
     out, lse = (backend.to_numpy(x).astype(np.float64) for x in state)
     own, host = scores_on_host(backend, scores), selection_on_host(backend, selected)
-    want = oracle.certify(reference, 0, own, host, out, lse)
+    want = reference.bound_error(ref_cache, 0, own, host, out, lse)
     assert mass.shape == error.shape == want.mass.shape
     assert np.allclose(mass, want.mass, rtol=1e-4, atol=TINY) and np.allclose(error, want.error, rtol=1e-4, atol=TINY)
-    visit = visit_mask(backend, selected, own.estimate.shape[2])
+    selected_mask = selection_mask(backend, selected, own.estimate.shape[2])
     rounding = truth.allowance * np.sqrt(case.head_dim)
     for b, r in np.ndindex(lse.shape):
         head = r // truth.repeat
-        assert truth.unread(b, r, visit[b, head]) <= mass[b, head] + TINY, "more is unread than certified"
+        assert truth.unread(b, r, selected_mask[b, head]) <= mass[b, head] + TINY, "more is unread than bounded"
         distance = np.linalg.norm(out[b, r] - truth.dense[b][r])
-        assert distance <= error[b, head] + rounding, "the output is further off than certified"
+        assert distance <= error[b, head] + rounding, "the output is further off than bounded"
     return mass, error
 
 
@@ -425,38 +425,40 @@ def check_escalation(backend, config: EpsConfig, own: Scores, selected, lse, ext
     """Disjoint from what was visited, whole together with it, and the oracle's choice up to a group whose test float32
     may round the other way."""
     num_groups = own.estimate.shape[2]
-    before, added, after = (visit_mask(backend, part, num_groups) for part in (selected, extra, whole))
+    before, added, after = (selection_mask(backend, part, num_groups) for part in (selected, extra, whole))
     assert not (before & added).any() and ((before | added) == after).all()
-    assert extra.uniform is None and extra.wanted is None and not extra.forced.any()
-    assert whole.uniform is None and (whole.forced == selected.forced).all()
-    assert (whole.wanted is None) == (config.read.scope == "kv-head")
+    assert extra.uniform is None and extra.wanted is None and not extra.always_selected.any()
+    assert whole.uniform is None and (whole.always_selected == selected.always_selected).all()
+    assert (whole.wanted is None) == (config.selection_config.scope == "kv-head")
     if whole.wanted is not None:
         assert (backend.to_numpy(whole.wanted) == backend.to_numpy(selected.wanted)).all()
-    want, _ = oracle.escalate(config.read, own, selection_on_host(backend, selected), lse.astype(np.float64))
-    differ = (visit_mask(oracle, want, num_groups) ^ added).sum(axis=2)
-    assert differ.max() <= (1 if config.read.scope == "kv-head" else added.shape[1])
-    if config.read.scope == "union":
+    want, _ = reference.extend_selection(
+        config.selection_config, own, selection_on_host(backend, selected), lse.astype(np.float64)
+    )
+    differ = (selection_mask(reference, want, num_groups) ^ added).sum(axis=2)
+    assert differ.max() <= (1 if config.selection_config.scope == "kv-head" else added.shape[1])
+    if config.selection_config.scope == "union":
         assert (after == after[:, :1]).all()
 
 
-def check_storage(backend: ModuleType, case: Case, cache, reference) -> None:
+def check_storage(backend: ModuleType, case: Case, cache, ref_cache) -> None:
     """K and V bit for bit; summaries in the stated number of bytes; re-read K exactly as the oracle counts it."""
     for name in ("k", "v"):
-        for got, want in zip(*(arrays_of(getattr(one, name)[0]) for one in (cache, reference)), strict=True):
+        for got, want in zip(*(arrays_of(getattr(one, name)[0]) for one in (cache, ref_cache)), strict=True):
             assert (backend.to_numpy(got).astype(np.float32) == want.astype(np.float32)).all()
-    assert cache.bytes_k_reread == reference.bytes_k_reread
-    if case.config.store.facts.follows:
+    assert cache.bytes_k_reread == ref_cache.bytes_k_reread
+    if case.config.cache_config.method_spec.follows:
         assert cache.bytes_k_reread == tail_bytes_reread(case)
-    assert (cache.tail is None) == (case.config.store.tail_tokens == 0)
-    if case.config.store.tail_tokens:
-        check_stored_tail(backend, case, cache.tail, reference.tail)
-    if case.config.store.enabled and cache.summaries[0]:
+    assert (cache.correction is None) == (case.config.cache_config.correction_tokens == 0)
+    if case.config.cache_config.correction_tokens:
+        check_stored_tail(backend, case, cache.correction, ref_cache.correction)
+    if case.config.cache_config.enabled and cache.summaries[0]:
         stored = sum(backend.to_numpy(a).nbytes for a in cache.summaries[0].values())
-        per_group = stored / (case_units(case) * case.num_kv_heads * case.config.store.groups_per_unit)
-        assert per_group == summary_group_bytes(case.config.store, case.head_dim)
-    if case.config.store.method == "rq" and reference.summaries[0]:
+        per_group = stored / (case_units(case) * case.num_kv_heads * case.config.cache_config.groups_per_unit)
+        assert per_group == summary_group_bytes(case.config.cache_config, case.head_dim)
+    if case.config.cache_config.method == "rq" and ref_cache.summaries[0]:
         for name in ("codes",):  # the same values, so the same visit lists
-            same = backend.to_numpy(cache.summaries[0][name]) == reference.summaries[0][name]
+            same = backend.to_numpy(cache.summaries[0][name]) == ref_cache.summaries[0][name]
             assert same.mean() > 0.999
 
 
@@ -466,8 +468,8 @@ def arrays_of(pool) -> list:
 
 
 def tail_bytes_reread(case: Case) -> int:
-    """V of the tail groups whose tokens did not come in one write."""
-    size, num_groups = case.config.store.tail_tokens, 0
+    """V of the skipped-mass correction groups whose tokens did not come in one write."""
+    size, num_groups = case.config.cache_config.correction_tokens, 0
     for length in case.lengths if size else ():
         chunked = max(length - case.steps, 0)
         for start in range(0, length - size + 1, size):
@@ -477,18 +479,18 @@ def tail_bytes_reread(case: Case) -> int:
     return num_groups * case.num_kv_heads * size * case.spec.of_values().k_token_bytes
 
 
-def check_stored_tail(backend: ModuleType, case: Case, tail, reference) -> None:
-    """D + 2 bytes a tail group and kv head, counted by every scoring pass; codes of the oracle, up to one at a tie."""
-    stored = {name: backend.to_numpy(array) for name, array in tail.summaries[0].items()}
-    want, config = reference.summaries[0], case.config
+def check_stored_tail(backend: ModuleType, case: Case, correction, ref_cache) -> None:
+    """D + 2 bytes a correction group and kv head, counted by every scoring pass; the oracle's codes, +-1 at ties."""
+    stored = {name: backend.to_numpy(array) for name, array in correction.summaries[0].items()}
+    want, config = ref_cache.summaries[0], case.config
     if not want:
         return  # the oracle allocates with the first full one
-    per_unit = config.store.unit_tokens // config.store.tail_tokens
+    per_unit = config.cache_config.unit_tokens // config.cache_config.correction_tokens
     bytes_each = sum(array.nbytes for array in stored.values()) / (case_units(case) * case.num_kv_heads * per_unit)
     assert bytes_each == case.head_dim + 2
     for units in (1, 7):
-        lengths = [units * config.store.unit_tokens]
-        untailed = config.replace(tail_tokens=0, mean_tokens=config.store.mean_tokens)
+        lengths = [units * config.cache_config.unit_tokens]
+        untailed = config.replace(correction_tokens=0, mean_tokens=config.cache_config.mean_tokens)
         without = scoring_bytes(untailed, case.head_dim, lengths)
         assert scoring_bytes(config, case.head_dim, lengths) - without == units * per_unit * bytes_each
     assert set(stored) == set(want)
@@ -499,41 +501,41 @@ def check_stored_tail(backend: ModuleType, case: Case, tail, reference) -> None:
     assert gap.max() <= 1 and (gap[stored["mean_scale"] == want["mean_scale"]] == 0).mean() > 0.99
 
 
-def check_tail(backend, case: Case, cache, reference, q_native, scores, selected, table, lengths):
-    """The tail (out, lse) of what was left out: as the oracle computes it from the same scores, selection, log mass and
-    stored means; merged in, it changes nothing where nothing is added. Reads neither K nor V."""
-    if not case.config.store.tail_tokens:
+def check_tail(backend, case: Case, cache, ref_cache, q_native, scores, selected, table, lengths):
+    """The correction (out, lse) of what was left out: as the oracle computes it from the same scores, selection, log
+    mass and stored means; merged in, it changes nothing where nothing is added. Reads neither K nor V."""
+    if not case.config.cache_config.correction_tokens:
         return None
-    where = Where.of(case.config, table, lengths)
-    state = backend.attend(cache, 0, q_native, where, selected)
+    plan = StepPlan.of(case.config, table, lengths)
+    state = backend.attend(cache, 0, q_native, plan, selected)
     bytes_before = cache.kv_bytes_read
-    tail = backend.attend_tail(cache, 0, where, scores, selected, state[1])
+    correction = backend.attend_correction(cache, 0, plan, scores, selected, state[1])
     assert cache.kv_bytes_read == bytes_before
-    stored = cache.tail.summaries[0] or reference.tail.summaries[0]
+    stored = cache.correction.summaries[0] or ref_cache.correction.summaries[0]
     stored = {name: backend.to_numpy(array) for name, array in stored.items()}
-    own = replace(reference, tail=replace(reference.tail, summaries=[stored]))
+    own = replace(ref_cache, correction=replace(ref_cache.correction, summaries=[stored]))
     host, lse = selection_on_host(backend, selected), backend.to_numpy(state[1]).astype(np.float64)
-    want_out, want_lse = oracle.attend_tail(own, 0, where, scores_on_host(backend, scores), host, lse)
-    out, tail_lse = (backend.to_numpy(x).astype(np.float64) for x in tail)
-    assert out.shape == want_out.shape == (*lse.shape, case.head_dim) and tail_lse.shape == lse.shape
+    want_out, want_lse = reference.attend_correction(own, 0, plan, scores_on_host(backend, scores), host, lse)
+    out, correction_lse = (backend.to_numpy(x).astype(np.float64) for x in correction)
+    assert out.shape == want_out.shape == (*lse.shape, case.head_dim) and correction_lse.shape == lse.shape
     nothing = np.isneginf(want_lse)
-    assert (np.isneginf(tail_lse) == nothing).all() and (out[nothing] == 0).all()
+    assert (np.isneginf(correction_lse) == nothing).all() and (out[nothing] == 0).all()
     estimate = backend.to_numpy(scores.estimate)
     largest = max(np.abs(estimate[np.isfinite(estimate)]).max(initial=0), np.abs(lse).max())
     rounding = EPS["float32"] * (16 + 4 * largest)  # of a float32 sum of exponentials
-    assert np.abs(tail_lse[~nothing] - want_lse[~nothing]).max(initial=0) <= rounding
+    assert np.abs(correction_lse[~nothing] - want_lse[~nothing]).max(initial=0) <= rounding
     most = 127 * stored["mean_scale"].astype(np.float64).max() if stored else 0.0
     assert np.abs(out - want_out).max() <= 4 * rounding * most
-    expected, expected_lse = oracle.merge((backend.to_numpy(state[0]).astype(np.float64), lse), (want_out, want_lse))
-    whole = backend.add_tail(cache, 0, where, scores, selected, state)
-    for one in (backend.merge(state, tail), whole):
+    expected, expected_lse = reference.merge((backend.to_numpy(state[0]).astype(np.float64), lse), (want_out, want_lse))
+    whole = backend.add_correction(cache, 0, plan, scores, selected, state)
+    for one in (backend.merge(state, correction), whole):
         merged, merged_lse = (backend.to_numpy(x) for x in one)
         assert (merged[nothing] == backend.to_numpy(state[0])[nothing]).all() and (
             merged_lse[nothing] == lse[nothing]
         ).all()
         assert np.abs(merged - expected).max() <= 8 * rounding * max(most, np.abs(expected).max())
         assert np.abs(merged_lse - expected_lse).max() <= 2 * rounding
-    return tail
+    return correction
 
 
 def allowance(case: Case, keys: list[np.ndarray], q: np.ndarray) -> float:
@@ -554,9 +556,9 @@ def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths)
         # codes may round the other way at a tie (one step of int8 over D channels), never by more on the mean
         gap = np.abs(estimate[finite] - expected.estimate[finite])
         spread = max(float(np.abs(expected.estimate[finite]).max()), 1.0)
-        loose = 2e-2 if case.config.store.method in ("1pc", "fd", "moments") else 4e-3
+        loose = 2e-2 if case.config.cache_config.method in ("1pc", "fd", "moments") else 4e-3
         assert gap.max() <= loose * spread and gap.mean() <= 1e-3 * spread, (gap.max(), gap.mean(), spread)
-    assert (scores.lower is None) == (not case.config.store.has_bounds) == (scores.upper is None)
+    assert (scores.lower is None) == (not case.config.cache_config.has_bounds) == (scores.upper is None)
     if scores.lower is None:
         return
     lower, upper = backend.to_numpy(scores.lower), backend.to_numpy(scores.upper)
@@ -565,10 +567,10 @@ def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths)
     slack = backend.to_numpy(scores.slack)
     assert slack.shape == expected.slack.shape and np.allclose(slack, expected.slack, rtol=1e-4)
     for b, head in np.ndindex(len(lengths), case.num_kv_heads):
-        n = oracle_selection.num_groups(int(lengths[b]), case.config.store.S)
+        n = oracle_selection.num_groups(int(lengths[b]), case.config.cache_config.S)
         k = as_read(case, keys[b][:, head])
         masses = [
-            group_masses(q[b, r].astype(np.float64) / np.sqrt(case.head_dim), k, case.config.store.S)
+            group_masses(q[b, r].astype(np.float64) / np.sqrt(case.head_dim), k, case.config.cache_config.S)
             for r in range(head * repeat, (head + 1) * repeat)
         ]
         known = np.isfinite(estimate[b, head, :n])
@@ -580,19 +582,19 @@ def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths)
             assert np.isneginf(least[n:]).all() and np.isneginf(most[n:]).all()
 
 
-def check_scoring(backend, case: Case, cache, reference, scores, q, keys, table, lengths) -> None:
+def check_scoring(backend, case: Case, cache, ref_cache, scores, q, keys, table, lengths) -> None:
     """The same stored summaries must give the same scores up to float32: no room for codes that round otherwise."""
     own = replace(
-        reference, summaries=[{name: backend.to_numpy(a) for name, a in cache.summaries[0].items()}], kv_bytes_read=0
+        ref_cache, summaries=[{name: backend.to_numpy(a) for name, a in cache.summaries[0].items()}], kv_bytes_read=0
     )
-    exact = oracle.score(own, 0, q, Where.of(case.config, table, lengths))
+    exact = reference.score(own, 0, q, StepPlan.of(case.config, table, lengths))
     # norms and radii reach past the largest key by their own rounding; variances are quadratic in it
     size = float(np.linalg.norm(q, axis=-1).max()) / np.sqrt(case.head_dim)
     largest = max(float(np.linalg.norm(k, axis=-1).max()) for k in keys) * size
-    scale = largest * (1 + largest) if case.config.store.method == "moments" else largest
-    if case.config.store.method in ("jl", "1pc", "fd"):
-        scale *= np.sqrt(case.config.store.S)
-    if case.config.store.method in ("box", "meanstd", "jl"):
+    scale = largest * (1 + largest) if case.config.cache_config.method == "moments" else largest
+    if case.config.cache_config.method in ("jl", "1pc", "fd"):
+        scale *= np.sqrt(case.config.cache_config.S)
+    if case.config.cache_config.method in ("box", "meanstd", "jl"):
         scale *= np.sqrt(case.head_dim)
     tolerance = 4 * EPS["float32"] * (8 + np.sqrt(case.head_dim)) * (scale + 8)
     for name in ("estimate", "lower", "upper"):
@@ -614,27 +616,29 @@ def anchored(logits: np.ndarray) -> np.ndarray:
 
 def as_read(case: Case, rows: np.ndarray, which: int = 0) -> np.ndarray:
     """Rows [N, D] of one head of K (`which` 0) or V (1), as attention reads them."""
-    rows, bits = oracle.from_numpy(rows, case.dtype), case.bits[which]
+    rows, bits = reference.from_numpy(rows, case.dtype), case.bits[which]
     if bits != 16:
         rows = codes.dequantise(*codes.quantise(rows, bits), bits, rows.dtype)
     return rows.astype(np.float64)
 
 
-def check_attend(backend, case: Case, cache, reference, q, q_native, table, lengths, selected):
-    before, reference_before = cache.kv_bytes_read, reference.kv_bytes_read
-    where = Where.of(case.config, table, lengths)
-    out, lse = backend.attend(cache, 0, q_native, where, selected)
+def check_attend(backend, case: Case, cache, ref_cache, q, q_native, table, lengths, selected):
+    before, reference_before = cache.kv_bytes_read, ref_cache.kv_bytes_read
+    plan = StepPlan.of(case.config, table, lengths)
+    out, lse = backend.attend(cache, 0, q_native, plan, selected)
     host = None if selected is None else selection_on_host(backend, selected)
-    expected_out, expected_lse = oracle.attend(reference, 0, q, where, host)
+    expected_out, expected_lse = reference.attend(ref_cache, 0, q, plan, host)
     out, lse = backend.to_numpy(out).astype(np.float64), backend.to_numpy(lse).astype(np.float64)
     units = np.arange(case_units(case))
-    keys = [oracle.read_kv(reference, 0, units, len(units) * case.config.store.unit_tokens)[0].astype(np.float32)]
+    keys = [
+        reference.read_kv(ref_cache, 0, units, len(units) * case.config.cache_config.unit_tokens)[0].astype(np.float32)
+    ]
     tolerance = allowance(case, keys, q)
     assert out.shape == expected_out.shape and lse.shape == expected_lse.shape
     assert np.abs(lse - expected_lse).max() <= 4 * tolerance
     assert np.abs(out - expected_out).max() <= 16 * tolerance
     # exact bytes: every listed tile once, nothing else
-    assert cache.kv_bytes_read - before == reference.kv_bytes_read - reference_before
+    assert cache.kv_bytes_read - before == ref_cache.kv_bytes_read - reference_before
     return out, lse
 
 
@@ -659,7 +663,7 @@ def test_merge_equals_whole(target):
         (backend.from_numpy(out[i], "float32", device), backend.from_numpy(lse[i], "float32", device)) for i in (0, 1)
     ]
     got_out, got_lse = (backend.to_numpy(x) for x in backend.merge(*pairs))
-    want_out, want_lse = oracle.merge((out[0].astype(np.float64), lse[0].astype(np.float64)), (out[1], lse[1]))
+    want_out, want_lse = reference.merge((out[0].astype(np.float64), lse[0].astype(np.float64)), (out[1], lse[1]))
     assert np.allclose(got_out, want_out, atol=1e-6) and np.allclose(got_lse, want_lse, atol=1e-5)
     assert (got_out[2, 3] == 0).all()
 
@@ -673,10 +677,10 @@ def check_own_token(backend: ModuleType, device: str) -> None:
         case = Case((150, 37, 2), eps("box"), num_heads=6, num_kv_heads=3, dtype=dtype, bits=bits)
         one = FilledCase(backend, device, replace(case, scale_q=1.0), 3)
         k, v = (one.give(np.stack([array[-1] for array in arrays])) for arrays in (one.keys, one.values))
-        short = Where.of(case.config, one.table, one.lengths - 1)
+        short = StepPlan.of(case.config, one.table, one.lengths - 1)
         before = backend.attend(one.cache, 0, one.native, short, None)
         merged = backend.merge(before, attend_own(one.cache, one.native, k, v))
-        whole = backend.attend(one.cache, 0, one.native, one.where, None)
+        whole = backend.attend(one.cache, 0, one.native, one.plan, None)
         for got, want in zip(merged, whole, strict=True):
             got, want = backend.to_numpy(got), backend.to_numpy(want)
             assert got.shape == want.shape
@@ -691,7 +695,7 @@ def check_largest(backend: ModuleType, device: str) -> None:
     """The largest |k| and |v| of each kv head bound everything that lies in the cache, also once units are reused."""
     for dtype in EPS:
         spec, config = CacheSpec(2, 2, 24, 6, dtype), eps("ball")
-        rng, cache = np.random.default_rng(9), backend.new_cache(spec, config.store, device)
+        rng, cache = np.random.default_rng(9), backend.new_cache(spec, config.cache_config, device)
         most = np.zeros((2, 2))
         for scale in (1.0, 5.0, 0.1):
             k, v = ((rng.normal(size=(64, 2, 24)) * scale * part).astype(np.float32) for part in (1.0, 3.0))
@@ -699,14 +703,14 @@ def check_largest(backend: ModuleType, device: str) -> None:
             native = [backend.from_numpy(x, "float32", device) for x in (k, v)]
             cache = backend.write_kv(cache, 1, *native, np.arange(64))
             cache = backend.copy_units(cache, [0], [5])
-            stored = [oracle.from_numpy(x, dtype).astype(np.float64) for x in (k, v)]
+            stored = [reference.from_numpy(x, dtype).astype(np.float64) for x in (k, v)]
             most = np.maximum(most, [np.linalg.norm(x, axis=2).max(axis=0) for x in stored])
             for largest, true in zip((cache.largest_key, cache.largest_value), most, strict=True):
                 got = backend.to_numpy(largest[1]).astype(np.float64)
                 assert got.shape == (2,) and (got >= true).all() and (got <= true * 1.001).all()
                 assert (backend.to_numpy(largest[0]) == 0).all()  # the other layer
     for method in ("off", "jl"):
-        assert backend.new_cache(spec, eps(method).store, device).largest_key == []
+        assert backend.new_cache(spec, eps(method).cache_config, device).largest_key == []
 
 
 def test_largest_key_and_value_outlive_reuse(target):
@@ -717,37 +721,37 @@ MODES = (("gate", "dense", "window"), ("window", "gate", "gate"), ("dense",) * 3
 
 
 def check_head_modes(backend: ModuleType, device: str) -> None:
-    """Head modes layer by layer: visit lists of the oracle, dense heads all, window heads what is forced."""
+    """Head modes layer by layer: visit lists of the oracle, dense heads all, window heads what is always selected."""
     settings = [
         {},
         {"policy": "threshold", "top_pages": 9},
         {"scope": "union"},
-        {"first_tokens": 0, "last_tokens": 0, "budget": 0.2},  # a window head with nothing forced
+        {"num_sink_tokens": 0, "num_recent_tokens": 0, "budget": 0.2},  # a window head with nothing forced
     ]
     for extra in settings:
         config = eps("box", head_modes=MODES, **extra)
         case = Case((152, 37), config, num_heads=6, num_kv_heads=3)
         one = FilledCase(backend, device, case, 11)
-        scores = backend.score(one.cache, 0, one.native, one.where)
+        scores = backend.score(one.cache, 0, one.native, one.plan)
         own, num_groups = scores_on_host(backend, scores), scores.estimate.shape[2]
-        where, ungated = (place(each, one.lengths, num_groups) for each in (config, config.replace(head_modes=None)))
-        plain = visit_mask(backend, backend.select(scores, ungated), num_groups)
+        plan, ungated = (place(each, one.lengths, num_groups) for each in (config, config.replace(head_modes=None)))
+        plain = selection_mask(backend, backend.select(scores, ungated), num_groups)
         for layer, modes in enumerate(MODES):
-            selected = backend.select(scores, where, layer)
-            check_selection(backend, selected, oracle.select(own, where, layer))
+            selected = backend.select(scores, plan, layer)
+            check_selection(backend, selected, reference.select(own, plan, layer))
             if set(modes) != {"gate"}:
                 assert selected.uniform is None
             one.attended(selected)
-            if config.read.scope == "union":
+            if config.selection_config.scope == "union":
                 continue
-            visit = visit_mask(backend, selected, num_groups)
+            selected_mask = selection_mask(backend, selected, num_groups)
             for head, mode in enumerate(modes):
                 for b, length in enumerate(one.lengths.tolist()):
-                    groups, forced = -(-length // config.store.S), int(selected.forced[b])
+                    groups, always_selected = -(-length // config.cache_config.S), int(selected.always_selected[b])
                     if mode == "gate":
-                        assert (visit[b, head] == plain[b, head]).all()
+                        assert (selected_mask[b, head] == plain[b, head]).all()
                     else:
-                        assert visit[b, head].sum() == (groups if mode == "dense" else max(forced, 1))
+                        assert selected_mask[b, head].sum() == (groups if mode == "dense" else max(always_selected, 1))
 
 
 def test_head_modes_follow_the_oracle(target):
@@ -758,7 +762,7 @@ def test_head_modes_follow_the_oracle(target):
 def test_strict_holds_over_many_groups(target, epsilon):
     """Thousands of groups of like mass: long float32 sums of exponentials must not let epsilon slip."""
     backend, device = target
-    if backend is oracle:
+    if backend is reference:
         return  # float64
     rng = np.random.default_rng(1)
     shape, config = (1, 2, 2, 20_000), eps("box", epsilon=epsilon)
@@ -771,24 +775,28 @@ def test_strict_holds_over_many_groups(target, epsilon):
     own = scores_on_host(backend, scores)
     selected = backend.select(
         scores,
-        place(config.replace(top_pages=10, budget=1.0), np.array([20_000 * config.store.S]), scores.estimate.shape[-1]),
+        place(
+            config.replace(top_pages=10, budget=1.0),
+            np.array([20_000 * config.cache_config.S]),
+            scores.estimate.shape[-1],
+        ),
     )
-    read = np.where(visit_mask(backend, selected, 20_000)[:, :, None], own.upper, -np.inf)
+    read = np.where(selection_mask(backend, selected, 20_000)[:, :, None], own.upper, -np.inf)
     lse = np.logaddexp.reduce(read, axis=3).reshape(1, 4)
     native = backend.from_numpy(lse.astype(np.float32), "float32", device)
-    extra, whole = backend.escalate(config.read, scores, selected, native)
+    extra, whole = backend.extend_selection(config.selection_config, scores, selected, native)
     check_escalation(backend, config, own, selected, backend.to_numpy(native), extra, whole)
-    # the least that escalation can have gained: exactly the lower masses
-    visit, added = (visit_mask(backend, part, 20_000)[:, :, None] for part in (whole, extra))
+    # the least that extension can have gained: exactly the lower masses
+    selected_mask, added = (selection_mask(backend, part, 20_000)[:, :, None] for part in (whole, extra))
     gained = np.logaddexp(lse.reshape(1, 2, 2), np.logaddexp.reduce(np.where(added, own.lower, -np.inf), axis=3))
     spec = CacheSpec(1, 2, 16, 2)
     cache, out = (
-        backend.new_cache(spec, config.store, device),
+        backend.new_cache(spec, config.cache_config, device),
         backend.from_numpy(np.ones((1, 4, 16)), "float32", device),
     )
     native = backend.from_numpy(gained.reshape(1, 4).astype(np.float32), "float32", device)
-    mass = backend.to_numpy(backend.certify(cache, 0, scores, whole, out, native).mass)
-    unread = np.logaddexp.reduce(np.where(visit, -np.inf, own.upper), axis=3)
+    mass = backend.to_numpy(backend.bound_error(cache, 0, scores, whole, out, native).mass)
+    unread = np.logaddexp.reduce(np.where(selected_mask, -np.inf, own.upper), axis=3)
     exact = (1 / (1 + np.exp(gained - unread))).max(axis=2)
     assert (exact <= mass + TINY).all() and (mass <= epsilon).all()
 
@@ -802,7 +810,10 @@ class Pages:
     def __init__(self, backend: ModuleType, device: str, config: EpsConfig, bits: KvFormats = (16, 16)) -> None:
         self.backend, self.device, self.config, self.copied = backend, device, config, 0
         spec = CacheSpec(1, 2, 16, 64, k_bits=bits[0], v_bits=bits[1])
-        self.pool, self.cache = PagePool(64, config.store.unit_tokens), backend.new_cache(spec, config.store, device)
+        self.pool, self.cache = (
+            PagePool(64, config.cache_config.unit_tokens),
+            backend.new_cache(spec, config.cache_config, device),
+        )
 
     def give(self, array: np.ndarray):
         return self.backend.from_numpy(np.ascontiguousarray(array), "float32", self.device)
@@ -817,29 +828,29 @@ class Pages:
                 self.cache = self.backend.copy_units(self.cache, [s for s, _ in copies], [d for _, d in copies])
             self.cache = self.backend.write_kv(self.cache, 0, self.give(k), self.give(v), slots)
 
-    def where(self, sequence) -> Where:
-        return Where.of(self.config, self.pool.table([sequence]), self.pool.lengths([sequence]))
+    def plan(self, sequence) -> StepPlan:
+        return StepPlan.of(self.config, self.pool.table([sequence]), self.pool.lengths([sequence]))
 
     def estimate(self, sequence, q) -> np.ndarray:
-        return self.backend.to_numpy(self.backend.score(self.cache, 0, q, self.where(sequence)).estimate)
+        return self.backend.to_numpy(self.backend.score(self.cache, 0, q, self.plan(sequence)).estimate)
 
     def read(self, sequence, q) -> list[np.ndarray]:
-        """Return what a step computes: estimates, groups, attention and its tail."""
-        backend, where = self.backend, self.where(sequence)
-        scores = backend.score(self.cache, 0, q, where)
-        selected = backend.select(scores, where)
-        out, lse = backend.attend(self.cache, 0, q, where, selected)
-        arrays = [scores.estimate[..., : int(where.ends[0])], selected.groups, out, lse]
-        if self.config.store.tail_tokens:
-            arrays += backend.attend_tail(self.cache, 0, where, scores, selected, lse)
+        """Return what a step computes: estimates, groups, attention and its correction."""
+        backend, plan = self.backend, self.plan(sequence)
+        scores = backend.score(self.cache, 0, q, plan)
+        selected = backend.select(scores, plan)
+        out, lse = backend.attend(self.cache, 0, q, plan, selected)
+        arrays = [scores.estimate[..., : int(plan.ends[0])], selected.groups, out, lse]
+        if self.config.cache_config.correction_tokens:
+            arrays += backend.attend_correction(self.cache, 0, plan, scores, selected, lse)
         return [backend.to_numpy(x) for x in arrays]
 
 
 def check_fork(backend: ModuleType, device: str, config: EpsConfig, bits: KvFormats = (16, 16)) -> None:
-    """A fork copies only the open unit, with its summaries and running statistics, those of the tail too."""
+    """A fork copies only the open unit, with its summaries and running statistics, those of the correction too."""
     rng = np.random.default_rng(5)
-    shared = rng.normal(size=(2, 300, 2, 16)).astype(np.float32)  # K and V; long enough for the centre of key codes
-    tails = rng.normal(size=(2, 2, 30, 2, 16)).astype(np.float32)
+    shared = rng.normal(size=(2, 300, 2, 16)).astype(np.float32)  # K and V; long enough for the centroid of key codes
+    corrections = rng.normal(size=(2, 2, 30, 2, 16)).astype(np.float32)
     one = Pages(backend, device, config, bits)
     q = one.give(rng.normal(size=(1, 4, 16)).astype(np.float32))
     first, _ = one.pool.open([])
@@ -847,35 +858,35 @@ def check_fork(backend: ModuleType, device: str, config: EpsConfig, bits: KvForm
     second = one.pool.fork(first)
     for t in range(30):
         for which, sequence in enumerate((first, second)):
-            one.append(sequence, tails[which, :, t : t + 1], 1000 * (which + 1) + t)
+            one.append(sequence, corrections[which, :, t : t + 1], 1000 * (which + 1) + t)
     assert one.copied == 1
     one.pool.check()
-    if config.store.method in ("jl", "box", "meanstd") and not config.store.tail_tokens:
+    if config.cache_config.method in ("jl", "box", "meanstd") and not config.cache_config.correction_tokens:
         assert one.cache.bytes_k_reread == 0
     for which, sequence in enumerate((first, second)):
         alone = Pages(backend, device, config, bits)
         only, _ = alone.pool.open([])
         alone.append(only, shared, 0)
-        alone.append(only, tails[which], 7, 1)
+        alone.append(only, corrections[which], 7, 1)
         found, wanted = one.read(sequence, q), alone.read(only, q)
         for got, want in zip(found, wanted, strict=True):
             assert np.array_equal(got, want)
-        if config.store.tail_tokens:
+        if config.cache_config.correction_tokens:
             assert np.isfinite(found[-1]).all(), "nothing was added: this says nothing"
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        *(eps(method, group_tokens=8) for method in ("jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")),
-        eps("box", group_tokens=8, tail_tokens=32, budget=0.1),
-        eps("moments", group_tokens=32, tail_tokens=64, budget=0.2),
+        *(eps(method, group_size=8) for method in ("jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")),
+        eps("box", group_size=8, correction_tokens=32, budget=0.1),
+        eps("moments", group_size=32, correction_tokens=64, budget=0.2),
     ],
-    ids=lambda config: f"{config.store.method}-tail{config.store.tail_tokens}",
+    ids=lambda config: f"{config.cache_config.method}-tail{config.cache_config.correction_tokens}",
 )
 def test_fork_then_diverge_equals_two_independent_sequences(target, config):
     check_fork(*target, config)
-    if config.store.method == "box":
+    if config.cache_config.method == "box":
         check_fork(*target, config, bits=(8, 4))
         check_fork(*target, config, bits=("nvfp4", "fp8"))
 
@@ -883,10 +894,10 @@ def test_fork_then_diverge_equals_two_independent_sequences(target, config):
 @pytest.mark.parametrize("step", [100, 3], ids=["groups in hand", "groups across calls"])
 @pytest.mark.parametrize("method", ["jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq"])
 def test_reused_group_never_shows_an_old_summary(target, method, step):
-    """A freed unit written anew: partly filled it has no summary, full it has the new keys' one. Written 3 tokens at a
+    """A freed unit written again: partly filled it has no summary, full it has the new keys' one. Written 3 tokens at a
     time, groups fill across calls, on top of what running statistics held before."""
     rng = np.random.default_rng(6)
-    one, fresh = (Pages(*target, eps(method, group_tokens=8)) for _ in range(2))
+    one, fresh = (Pages(*target, eps(method, group_size=8)) for _ in range(2))
     q = one.give(rng.normal(size=(1, 2, 16)).astype(np.float32))
     first, _ = one.pool.open([])
     one.append(first, rng.normal(size=(2, 600, 2, 16)).astype(np.float32), 0)
@@ -896,9 +907,9 @@ def test_reused_group_never_shows_an_old_summary(target, method, step):
     one.append(second, kv, 10_000, step)
     fresh.append(only, kv, 0, step)
     estimate = one.estimate(second, q)
-    assert np.isposinf(estimate[0, :, 100 // 8]).all()  # the open group, whose slots held an old full group
+    assert np.isposinf(estimate[0, :, 100 // 8]).all()  # the partial group, whose slots held an old full group
     assert np.array_equal(estimate[..., :13], fresh.estimate(only, q)[..., :13])
-    # a slot in the middle of a sealed group is written again (a rejected draft): no summary until it is full again
+    # a slot in the middle of a finalized group is written again (a rejected draft): no summary until it is full again
     again = np.array([one.pool.table([second])[0, 0] * one.pool.unit_tokens + 3])
     k, v = (one.give(rng.normal(size=(1, 2, 16)).astype(np.float32)) for _ in range(2))
     one.cache = one.backend.write_kv(one.cache, 0, k, v, again)
@@ -911,9 +922,9 @@ def test_reused_group_never_shows_an_old_summary(target, method, step):
 @pytest.mark.parametrize("method", ["off", "jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_in_k_is_refused(target, value, method):
-    """Also in groups that are sealed by the same write, whatever their summary computes."""
+    """Also in groups that are finalized by the same write, whatever their summary computes."""
     backend, device = target
-    cache = backend.new_cache(CacheSpec(1, 2, 16, 20), eps(method).store, device)
+    cache = backend.new_cache(CacheSpec(1, 2, 16, 20), eps(method).cache_config, device)
     k = np.random.default_rng(0).normal(size=(300, 2, 16)).astype(np.float32)
     k[2, 1, 3] = value
     k_native = backend.from_numpy(k, "float32", device)
@@ -934,7 +945,7 @@ def test_results_are_deterministic_by_seed(target, method):
     estimates = []
     for seed in (0, 0, 1):
         one = FilledCase(backend, device, Case((300,), eps(method).replace(seed=seed)))
-        scores = backend.score(one.cache, 0, one.native, one.where)
+        scores = backend.score(one.cache, 0, one.native, one.plan)
         estimates.append(backend.to_numpy(scores.estimate)[..., :60])
     assert np.array_equal(estimates[0], estimates[1])
     assert not np.allclose(estimates[0], estimates[2])
@@ -945,15 +956,15 @@ def test_queries_in_sixteen_bits(target, dtype):
     """out has the query's dtype and no more error than rounding the query and the output cost."""
     backend, device = target
     one = FilledCase(
-        backend, device, Case((150, 37), eps("box", group_tokens=8), dtype=dtype, head_dim=64, scale_q=1.0), 4
+        backend, device, Case((150, 37), eps("box", group_size=8), dtype=dtype, head_dim=64, scale_q=1.0), 4
     )
-    q = oracle.from_numpy(one.q, dtype)
+    q = reference.from_numpy(one.q, dtype)
     native = one.give(q.astype(np.float32), dtype)
-    selected = backend.select(backend.score(one.cache, 0, native, one.where), one.where)
-    out, lse = backend.attend(one.cache, 0, native, one.where, selected)
+    selected = backend.select(backend.score(one.cache, 0, native, one.plan), one.plan)
+    out, lse = backend.attend(one.cache, 0, native, one.plan, selected)
     host = selection_on_host(backend, selected)
-    want_out, want_lse = oracle.attend(one.reference, 0, q.astype(np.float32), one.where, host)
-    assert out.dtype == native.dtype or backend is oracle  # which keeps float64
+    want_out, want_lse = reference.attend(one.ref_cache, 0, q.astype(np.float32), one.plan, host)
+    assert out.dtype == native.dtype or backend is reference  # which keeps float64
     assert np.abs(backend.to_numpy(lse) - want_lse).max() <= 1e-4
     # one rounding of the output, of values below 4
     assert np.abs(backend.to_numpy(out).astype(np.float64) - want_out).max() <= EPS[dtype] * 4.0
@@ -961,17 +972,17 @@ def test_queries_in_sixteen_bits(target, dtype):
 
 @pytest.mark.parametrize("method", ["box", "ball", "moments", "1pc", "fd", "meanstd"])
 def test_keys_past_float16_loosen_and_never_displace_a_guard(target, method):
-    """Scalars that overflow float16 may make estimates and bounds useless; guards must still be visited."""
+    """Scalars that overflow float16 may make estimates and bounds useless; sink and recent tokens are still visited."""
     backend, device = target
     config = eps(method, budget=40.0)
     rng = np.random.default_rng(0)
     keys = (rng.normal(size=(150, 2, 16)) * 3e7).astype(np.float32)
     native = backend.from_numpy(keys, "float32", device)
-    cache = backend.new_cache(CacheSpec(1, 2, 16, 10), config.store, device)
+    cache = backend.new_cache(CacheSpec(1, 2, 16, 10), config.cache_config, device)
     cache = backend.write_kv(cache, 0, native, native, np.arange(150))
     q = backend.from_numpy(rng.normal(size=(1, 4, 16)).astype(np.float32), "float32", device)
     table, lengths = np.arange(10)[None], np.array([150])
-    scores = backend.score(cache, 0, q, Where.of(config, table, lengths))
+    scores = backend.score(cache, 0, q, StepPlan.of(config, table, lengths))
     estimate = backend.to_numpy(scores.estimate)
     assert not np.isnan(estimate).any() and np.isfinite(estimate[..., :37]).all()
     if scores.upper is not None:
@@ -981,8 +992,8 @@ def test_keys_past_float16_loosen_and_never_displace_a_guard(target, method):
             assert (upper[0, r // 2, r % 2, :37] >= truth).all() and (lower[0, r // 2, r % 2, :37] <= truth).all()
     selected = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
     for head in range(2):
-        visited = set(backend.to_numpy(selected.groups)[0, head].tolist())
-        assert {0, 35, 36, 37} <= visited, "a guard lost its place"
+        num_selected = set(backend.to_numpy(selected.groups)[0, head].tolist())
+        assert {0, 35, 36, 37} <= num_selected, "a sink or recent token lost its place"
 
 
 def test_box_codes_enclose_keys_one_ulp_from_a_code(target):
@@ -994,7 +1005,7 @@ def test_box_codes_enclose_keys_one_ulp_from_a_code(target):
         codes * np.float32(scale), np.repeat([-np.inf, np.inf], len(codes) // 2)[:, None], dtype=np.float32
     )
     keys = np.concatenate([np.full((len(keys), 1), 127.0, np.float32), keys], axis=1)[:, None]
-    cache = backend.new_cache(CacheSpec(1, 1, 16, 2), eps("box", group_tokens=1).store, device)
+    cache = backend.new_cache(CacheSpec(1, 1, 16, 2), eps("box", group_size=1).cache_config, device)
     native = backend.from_numpy(keys, "float32", device)
     cache = backend.write_kv(cache, 0, native, native, np.arange(len(keys)))
     stored = {name: backend.to_numpy(a).reshape(32, -1).astype(np.float64) for name, a in cache.summaries[0].items()}
@@ -1007,17 +1018,17 @@ def test_pc1_bound_survives_cancellation(target):
     exact |K u||u.a| + rest sqrt(|a|^2 - (u.a)^2) of the stored numbers."""
     backend, device = target
     rng = np.random.default_rng(0)
-    config, head_dim, count = eps("1pc", group_tokens=4, block_size=4), 64, 60
+    config, head_dim, count = eps("1pc", group_size=4, block_size=4), 64, 60
     keys = rng.normal(size=(4 * count, 1, head_dim)).astype(np.float32)
     native = backend.from_numpy(keys, "float32", device)
-    cache = backend.new_cache(CacheSpec(1, 1, head_dim, count), config.store, device)
+    cache = backend.new_cache(CacheSpec(1, 1, head_dim, count), config.cache_config, device)
     cache = backend.write_kv(cache, 0, native, native, np.arange(4 * count))
     stored = {name: backend.to_numpy(a)[:, 0, 0].astype(np.float64) for name, a in cache.summaries[0].items()}
     for group in range(count):
         direction = stored["direction"][group] * stored["direction_scale"][group]
         q = (1000 * direction + 1e-2 * rng.normal(size=head_dim)).astype(np.float32)[None, None]
         scores = backend.score(
-            cache, 0, backend.from_numpy(q, "float32", device), Where.of(config, np.array([[group]]), np.array([4]))
+            cache, 0, backend.from_numpy(q, "float32", device), StepPlan.of(config, np.array([[group]]), np.array([4]))
         )
         a = q[0, 0].astype(np.float64) / np.sqrt(head_dim)
         along = abs(direction @ a)
@@ -1043,10 +1054,10 @@ class Decoding:
         self.backend, device = target
         self.config, self.spec = config, read_spec(path)
         self.decoder = load_decoder(self.backend, path, self.spec, "float32", device)
-        units = -(-(prompt + STEPS) // config.store.unit_tokens)
+        units = -(-(prompt + STEPS) // config.cache_config.unit_tokens)
         spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, 2 * units)
         self.cache, self.table = (
-            self.backend.new_cache(spec, config.store, device),
+            self.backend.new_cache(spec, config.cache_config, device),
             np.arange(2 * units).reshape(2, units),
         )
         self.tokens = np.random.default_rng(2).integers(0, tiny_models.VOCAB_SIZE, (2, prompt + STEPS))
@@ -1057,11 +1068,11 @@ class Decoding:
             self.cache, _ = self.decoder.prefill(self.cache, self.tokens[b, :length], slots, self.table[b], length)
 
     def _slots(self, b: int, positions: np.ndarray) -> np.ndarray:
-        units, offsets = np.divmod(positions, self.config.store.unit_tokens)
-        return self.table[b, units] * self.config.store.unit_tokens + offsets
+        units, offsets = np.divmod(positions, self.config.cache_config.unit_tokens)
+        return self.table[b, units] * self.config.cache_config.unit_tokens + offsets
 
     def step(self, gate: bool = True, audit: bool = False, config: EpsConfig | None = None):
-        read = (config or self.config).read if gate else None
+        read = (config or self.config).selection_config if gate else None
         slots = np.concatenate([self._slots(b, self.lengths[b : b + 1]) for b in range(2)])
         tokens = self.tokens[[0, 1], self.lengths]
         self.lengths = self.lengths + 1
@@ -1073,11 +1084,11 @@ class Decoding:
 
     def score(self, layer: int, q: np.ndarray):
         q = self.backend.from_numpy(q.astype(np.float32), "float32", self.decoder.device)
-        return self.backend.score(self.cache, layer, q, Where.of(self.config, self.table, self.lengths))
+        return self.backend.score(self.cache, layer, q, StepPlan.of(self.config, self.table, self.lengths))
 
 
-def gated(method: str = "moments", **settings: object) -> EpsConfig:
-    return eps(method, **{"group_tokens": 2, "last_tokens": 6, "budget": 0.25, **settings})
+def sparse(method: str = "moments", **settings: object) -> EpsConfig:
+    return eps(method, **{"group_size": 2, "num_recent_tokens": 6, "budget": 0.25, **settings})
 
 
 def close(got: np.ndarray, want: np.ndarray) -> bool:
@@ -1086,7 +1097,7 @@ def close(got: np.ndarray, want: np.ndarray) -> bool:
 
 
 def test_tap_sees_every_query(target, tiny_path):
-    run, want = Decoding(target, tiny_path, gated()), Decoding((oracle, "cpu"), tiny_path, gated(budget=1.0))
+    run, want = Decoding(target, tiny_path, sparse()), Decoding((reference, "cpu"), tiny_path, sparse(budget=1.0))
     run.listen()
     want.listen()
     run.step()
@@ -1095,19 +1106,19 @@ def test_tap_sees_every_query(target, tiny_path):
     run.step(audit=True)  # whose dense pass is nobody's query
     assert [layer for layer, _ in run.queries] == [0, 1] * 3
     assert all(q.shape == (2, 4, run.spec.head_dim) for _, q in run.queries)
-    # unscaled, rotated, as attention uses it: the first layer's depends on nothing that was gated
-    first, reference = run.queries[0][1], want.queries[0][1]
-    assert np.abs(first - reference).max() <= 1e-4 * np.abs(reference).max()
+    # unscaled, rotated, as attention uses it: the first layer's depends on nothing that was sparse
+    first, ref_cache = run.queries[0][1], want.queries[0][1]
+    assert np.abs(first - ref_cache).max() <= 1e-4 * np.abs(ref_cache).max()
 
 
 @pytest.mark.parametrize("method", ["moments", "rq", "box"])
 def test_ungated_step_equals_method_off(target, tiny_path, method):
-    """Bit for bit, and the summaries follow all the same: the next gated step knows every full group."""
+    """Bit for bit, and the summaries follow all the same: the next sparse step knows every full group."""
     # in units of the same size, by which dense attention may sum
-    config = gated(method)
+    config = sparse(method)
     run, off = (
         Decoding(target, tiny_path, config),
-        Decoding(target, tiny_path, EpsConfig.of(block_size=config.store.unit_tokens)),
+        Decoding(target, tiny_path, EpsConfig.of(block_size=config.cache_config.unit_tokens)),
     )
     for _ in range(STEPS - 1):
         output, want = run.step(gate=False), off.step()
@@ -1120,7 +1131,7 @@ def test_ungated_step_equals_method_off(target, tiny_path, method):
     for layer, q in run.queries:
         estimate = run.backend.to_numpy(run.score(layer, q).estimate)
         for b, length in enumerate(run.lengths.tolist()):
-            assert np.isfinite(estimate[b, :, : length // run.config.store.S]).all()
+            assert np.isfinite(estimate[b, :, : length // run.config.cache_config.S]).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 16), (1, 4, 32)], ids=["heads", "head dim"])
@@ -1128,6 +1139,6 @@ def test_queries_of_another_shape_are_refused(target, shape):
     """Whatever computes: a kernel would read past its arrays."""
     backend, device = target
     one = FilledCase(backend, device, Case((40,), eps("box")))
-    if backend is not oracle:
+    if backend is not reference:
         with pytest.raises(ValueError, match="query heads must be a multiple"):
-            backend.attend(one.cache, 0, one.give(np.zeros(shape, np.float32)), one.where, None)
+            backend.attend(one.cache, 0, one.give(np.zeros(shape, np.float32)), one.plan, None)

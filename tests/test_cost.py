@@ -1,4 +1,4 @@
-"""Where gating pays: the break-even of measured costs, what is kept of them, and what `run` does with them."""
+"""Where sparse attention pays: the break-even of measured costs, what is kept of it, and what `run` does with it."""
 
 import json
 import tempfile
@@ -8,26 +8,26 @@ import pytest
 from click.testing import CliRunner
 
 from eps_core.cli.main import cli
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.decode import cost
 from eps_core.decode.cost import Cost, cost_of, measure
 from eps_core.decode.session import Session
-from eps_core.files import caches
+from eps_core.io import caches
 
 SPEC = CacheSpec(4, 2, 16, 1)
 CONFIG = EpsConfig.of(method="rq")
 
 
 @pytest.fixture(autouse=True)
-def store(tmp_path, monkeypatch) -> None:
+def cache_config(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(caches.VARIABLE, "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cost, "CONTEXTS", (256, 512))
 
 
 @pytest.mark.parametrize(
-    ("dense", "gated", "expected"),
+    ("dense", "sparse", "expected"),
     [
         ((1, 4, 16), (2, 3, 6), 5120),  # -1 at 2,048 and +1 at 8,192: midway
         ((3, 4, 16), (2, 3, 6), 0),
@@ -36,8 +36,8 @@ def store(tmp_path, monkeypatch) -> None:
         ((1, 4, 16), (2, 3, 18), None),  # ahead once, behind at the largest: that one decides
     ],
 )
-def test_break_even(dense: tuple, gated: tuple, expected: int | None) -> None:
-    assert Cost((2048, 8192, 32768), dense, gated).min_context == expected
+def test_break_even(dense: tuple, sparse: tuple, expected: int | None) -> None:
+    assert Cost((2048, 8192, 32768), dense, sparse).min_context == expected
 
 
 def test_break_even_is_rounded_up_to_whole_steps() -> None:
@@ -54,7 +54,7 @@ def test_measures_every_backend_once_and_keeps_it(target, monkeypatch) -> None:
     backend, device = target
     got, was_kept = cost_of(backend, device, "auto", SPEC, 4, CONFIG, 2048)
     assert not was_kept and got.contexts == (256, 512)
-    assert min(got.dense_ms + got.gated_ms) > 0
+    assert min(got.dense_ms + got.sparse_ms) > 0
     monkeypatch.setattr(cost, "measure", None)  # not called again
     assert cost_of(backend, device, "auto", SPEC, 4, CONFIG, 2048) == (got, True)
     with pytest.raises(TypeError):  # another head count is another entry
@@ -65,8 +65,8 @@ def test_what_is_timed_is_gated_although_the_config_says_dense(target, monkeypat
     backend, device = target
     selections = []
 
-    def select(scores, where, layer=0):
-        selections.append(real(scores, where, layer))
+    def select(scores, plan, layer=0):
+        selections.append(real(scores, plan, layer))
         return selections[-1]
 
     real = backend.select
@@ -77,7 +77,7 @@ def test_what_is_timed_is_gated_although_the_config_says_dense(target, monkeypat
         "auto",
         SPEC,
         4,
-        EpsConfig.of(method="rq", group_tokens=16, mean_tokens=32, budget=0.05, min_context=10**6),
+        EpsConfig.of(method="rq", group_size=16, mean_tokens=32, budget=0.05, min_context=10**6),
         2048,
     )
     assert len(selections) == 2 * (2 + cost.ROUNDS)
@@ -129,19 +129,19 @@ def test_auto_belongs_to_run() -> None:
 def test_caches_of_16_bits_are_measured_too(target, dtype) -> None:
     backend, device = target
     cost = measure(backend, device, "auto", CacheSpec(1, 2, 32, 1, dtype), 4, EpsConfig.of(method="rq"), 512)
-    assert cost.contexts == (256, 512) and min(cost.dense_ms + cost.gated_ms) > 0
+    assert cost.contexts == (256, 512) and min(cost.dense_ms + cost.sparse_ms) > 0
 
 
 def test_a_context_that_the_budget_covers_saves_nothing(target) -> None:
     backend, device = target
     cost = measure(backend, device, "auto", CacheSpec(1, 2, 32, 1), 4, EpsConfig.of(method="rq", budget=512.0), 512)
-    assert cost.gated_ms == cost.dense_ms and cost.min_context is None
+    assert cost.sparse_ms == cost.dense_ms and cost.min_context is None
 
 
 def test_kernels_are_compiled_before_costs_are_measured(monkeypatch) -> None:
     """What compiles within them would be kept for ever."""
     order: list[str] = []
-    monkeypatch.setattr(Session, "check_kernels", lambda self, store, verified=False: order.append("kernels"))
+    monkeypatch.setattr(Session, "check_kernels", lambda self, cache_config, verified=False: order.append("kernels"))
     monkeypatch.setattr(
         "eps_core.evaluation.compare.cost_of", lambda *a: order.append("costs") or (FixedCost(100), False)
     )

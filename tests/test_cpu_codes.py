@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from test_cpu_kernels import kernels_of, writable
 
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.cpu import attend as attend_cpu
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, add_weighted, dots, widen_rows
 from eps_core.cpu.vectors import HEADS
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend
-from eps_core.oracle import pages as oracle_pages
-from eps_core.oracle.formulas import attend_keys
-from eps_core.paging.where import Where
+from eps_core.reference import pages as oracle_pages
+from eps_core.reference.formulas import attend_keys
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16}
@@ -88,11 +88,11 @@ class Case:
     num_kv_heads: int
     head_dim: int
     dtype: str = "float32"
-    group_tokens: int = 4
+    group_size: int = 4
 
     def __str__(self) -> str:
         lengths, (k_bits, v_bits) = "+".join(map(str, self.lengths)), self.bits
-        shape = f"{self.num_heads}q{self.num_kv_heads}kv-D{self.head_dim}-S{self.group_tokens}"
+        shape = f"{self.num_heads}q{self.num_kv_heads}kv-D{self.head_dim}-S{self.group_size}"
         return f"K{k_bits}V{v_bits}-T{lengths}-{shape}-{self.dtype}"
 
 
@@ -119,10 +119,10 @@ class Filled:
         rng = np.random.default_rng(case.head_dim + sum(case.lengths))
         self.backend, self.case = backend, case
         self.config = EpsConfig.of(
-            method="box", group_tokens=case.group_tokens, first_tokens=4, last_tokens=8, min_context=0, budget=0.3,
-            block_size=12 if case.group_tokens == 3 else 16,
+            method="box", group_size=case.group_size, num_sink_tokens=4, num_recent_tokens=8, min_context=0, budget=0.3,
+            block_size=12 if case.group_size == 3 else 16,
         )  # fmt: skip
-        unit = self.config.store.unit_tokens
+        unit = self.config.cache_config.unit_tokens
         per_sequence = -(-max(case.lengths) // unit)
         units = per_sequence * len(case.lengths) + 3
         order = rng.permutation(units)[: per_sequence * len(case.lengths)].astype(np.int32)
@@ -131,7 +131,7 @@ class Filled:
         spec = CacheSpec(
             1, case.num_kv_heads, case.head_dim, units, case.dtype, k_bits=k_bits, v_bits=v_bits
         )  # fmt: skip
-        self.cache = backend.new_cache(spec, self.config.store, "cpu", "numba")
+        self.cache = backend.new_cache(spec, self.config.cache_config, "cpu", "numba")
         self.places = []
         for table, length in zip(self.table, case.lengths, strict=True):
             shape = (2, length, case.num_kv_heads, case.head_dim)
@@ -143,7 +143,7 @@ class Filled:
             self.cache = backend.write_kv(self.cache, 0, *given, slots)
         self.q = rng.standard_normal((len(case.lengths), case.num_heads, case.head_dim)).astype(np.float32)
         self.native = backend.from_numpy(self.q, "float32", "cpu")
-        self.where = Where.of(self.config, self.table, self.lengths)
+        self.plan = StepPlan.of(self.config, self.table, self.lengths)
 
     def held(self) -> list[list[np.ndarray]]:
         """K and V of each sequence [T, Hkv, D] float64."""
@@ -165,7 +165,7 @@ class Filled:
         """Listed tokens of a sequence and kv head."""
         if selection is None:
             return np.arange(self.lengths[b])
-        size = self.case.group_tokens
+        size = self.case.group_size
         groups, counts = (self.backend.to_numpy(x) for x in (selection.groups, selection.counts))
         listed = (groups[b, h, : counts[b, h], None] * size + np.arange(size)).reshape(-1)
         return listed[listed < self.lengths[b]]
@@ -189,7 +189,7 @@ def check(filled: Filled, selection: Any, state: Any) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_is_over_what_codes_say(backend, case, threads, monkeypatch) -> None:
-    """Gated and dense, by the kernels themselves, with the bytes that codes take."""
+    """Sparse and dense, by the kernels themselves, with the bytes that codes take."""
     filled, ran = Filled(backend, case), []
     monkeypatch.setattr(threads_cpu, "num_threads", lambda: threads)
 
@@ -198,14 +198,14 @@ def test_attention_is_over_what_codes_say(backend, case, threads, monkeypatch) -
         threads_cpu.run(one, phases, *args, alone=alone)
 
     monkeypatch.setattr(kernels_of(backend), "run", run)
-    selection = backend.select(backend.score(filled.cache, 0, filled.native, filled.where), filled.where)
+    selection = backend.select(backend.score(filled.cache, 0, filled.native, filled.plan), filled.plan)
     for chosen in (selection, None):
         ran.clear()
         before = filled.cache.kv_bytes_read
-        state = backend.attend(filled.cache, 0, filled.native, filled.where, chosen)
+        state = backend.attend(filled.cache, 0, filled.native, filled.plan, chosen)
         assert ran == [attend_cpu.attend]
         check(filled, chosen, state)
-        read = int(backend.to_numpy(selection.counts).sum()) * case.group_tokens
+        read = int(backend.to_numpy(selection.counts).sum()) * case.group_size
         read = read if chosen is not None else int(filled.lengths.sum()) * case.num_kv_heads
         row = {
             16: case.head_dim * np.dtype(DTYPES[case.dtype]).itemsize,
@@ -236,10 +236,10 @@ def test_kernels_are_asked_for_codes_that_they_know(backend) -> None:
 def test_what_was_not_written_is_not_read(backend, bits, dtype) -> None:
     """Any code with a scale of NaN behind the last token changes nothing."""
     filled = Filled(backend, Case((301, 258), bits, 4, 2, 20, dtype))
-    at = (filled.cache, 0, filled.native, filled.where)
-    selection = backend.select(backend.score(*at), filled.where)
+    at = (filled.cache, 0, filled.native, filled.plan)
+    selection = backend.select(backend.score(*at), filled.plan)
     before = [backend.attend(*at, chosen) for chosen in (selection, None)]
-    unit = filled.config.store.unit_tokens
+    unit = filled.config.cache_config.unit_tokens
     with writable(backend):
         for table, length in zip(filled.table, filled.lengths, strict=True):
             last, offset = int(table[(length - 1) // unit]), int(length % unit)
@@ -260,6 +260,6 @@ def test_a_value_that_is_no_number_makes_its_readers_nan(backend, bits, dtype) -
     filled = Filled(backend, Case((90,), (bits, bits), 4, 2, 36, dtype))
     with writable(backend):
         filled.cache.v[0].scale[int(filled.table[0, 1]), 1, 3] = float("nan")
-    out, lse = backend.attend(filled.cache, 0, filled.native, filled.where, None)
+    out, lse = backend.attend(filled.cache, 0, filled.native, filled.plan, None)
     out = backend.to_numpy(out)
     assert np.isnan(out[0, 2:]).all() and np.isfinite(out[0, :2]).all() and np.isfinite(backend.to_numpy(lse)).all()

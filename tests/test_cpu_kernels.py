@@ -32,43 +32,45 @@ from test_conformance import (
     write_all,
 )  # fmt: skip
 
-from eps_core import oracle
+from eps_core import reference
+from eps_core.attention.kernels import _name_fallback
+from eps_core.attention.protocol import Scores, Selection
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.cpu import attend, calls, openmp
 from eps_core.cpu import kernels as kernels_cpu
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.gate.kernels import _name_fallback
-from eps_core.gate.protocol import Scores, Selection
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend
-from eps_core.oracle import selection as oracle_selection
-from eps_core.paging.where import Where
+from eps_core.reference import selection as oracle_selection
 
 CASES = [
-    Case((150, 37), eps("rq", group_tokens=2)),
-    Case((310, 3, 64), eps("rq", group_tokens=1), num_heads=3, num_kv_heads=3),
-    Case((300, 130), eps("rq", group_tokens=2, refine=0.2), 32, 2, 128, "bfloat16", 150),
-    Case((600, 290), eps("rq", group_tokens=2), dtype="float16", head_dim=80, chunk=200),
-    Case((290,), eps("rq", group_tokens=2, refine=0.5), head_dim=33),
-    Case((300,), eps("meanstd", group_tokens=48, tail_tokens=96), num_heads=6, num_kv_heads=2, head_dim=20),
-    Case((400, 128), eps("meanstd", group_tokens=128), num_heads=5, num_kv_heads=1, dtype="bfloat16"),
-    Case((300, 290), eps("rq", group_tokens=2), kind="ties", scale_q=1.0),
+    Case((150, 37), eps("rq", group_size=2)),
+    Case((310, 3, 64), eps("rq", group_size=1), num_heads=3, num_kv_heads=3),
+    Case((300, 130), eps("rq", group_size=2, rescore=0.2), 32, 2, 128, "bfloat16", 150),
+    Case((600, 290), eps("rq", group_size=2), dtype="float16", head_dim=80, chunk=200),
+    Case((290,), eps("rq", group_size=2, rescore=0.5), head_dim=33),
+    Case((300,), eps("meanstd", group_size=48, correction_tokens=96), num_heads=6, num_kv_heads=2, head_dim=20),
+    Case((400, 128), eps("meanstd", group_size=128), num_heads=5, num_kv_heads=1, dtype="bfloat16"),
+    Case((300, 290), eps("rq", group_size=2), kind="ties", scale_q=1.0),
     Case((300,), eps("rq"), kind="equal"),
-    Case((300, 37), eps("rq", refine=0.3), head_dim=160, num_heads=6, num_kv_heads=2),  # 4 words and 1
-    Case((300,), eps("rq", group_tokens=4), head_dim=96, num_heads=2, num_kv_heads=1),
-    Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=9)),
-    Case((700, 290), eps("rq", mean_tokens=64, stages=(0.25,)), num_heads=8, head_dim=128, dtype="bfloat16"),
+    Case((300, 37), eps("rq", rescore=0.3), head_dim=160, num_heads=6, num_kv_heads=2),  # 4 words and 1
+    Case((300,), eps("rq", group_size=4), head_dim=96, num_heads=2, num_kv_heads=1),
+    Case((290, 41), eps("rq", group_size=2, min_context=100, top_pages=9)),
+    Case((700, 290), eps("rq", mean_tokens=64, cascade=(0.25,)), num_heads=8, head_dim=128, dtype="bfloat16"),
     Case((100, 37), eps("rq")),  # one full unit, and none
     Case((150, 37, 1), eps("meanstd"), num_heads=16, num_kv_heads=1, head_dim=33, dtype="float16"),
-    Case((530, 300), eps("meanstd", group_tokens=128, tail_tokens=128), num_heads=8, dtype="bfloat16", head_dim=128),
-    Case((150, 37), eps("meanstd", group_tokens=3, block_size=3, tail_tokens=60), num_heads=3, num_kv_heads=1),
+    Case(
+        (530, 300), eps("meanstd", group_size=128, correction_tokens=128), num_heads=8, dtype="bfloat16", head_dim=128
+    ),
+    Case((150, 37), eps("meanstd", group_size=3, block_size=3, correction_tokens=60), num_heads=3, num_kv_heads=1),
     Case((150, 37), eps("meanstd"), kind="outlier", dtype="bfloat16"),
-    Case((290, 200), eps("meanstd", group_tokens=48), num_heads=6, num_kv_heads=3, head_dim=80),
-    Case((150, 64), eps("meanstd", first_tokens=0, last_tokens=0, budget=0.1)),
+    Case((290, 200), eps("meanstd", group_size=48), num_heads=6, num_kv_heads=3, head_dim=80),
+    Case((150, 64), eps("meanstd", num_sink_tokens=0, num_recent_tokens=0, budget=0.1)),
     Case((150, 37), eps("meanstd", policy="threshold", top_pages=4)),  # counts that differ by head
     Case((150, 37), eps("meanstd", policy="threshold", scope="union", top_pages=3)),
-    Case((310, 100), eps("rq", refine=0.2), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
+    Case((310, 100), eps("rq", rescore=0.2), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
     Case((150, 37), eps("meanstd"), bits=(4, 16), num_heads=8, num_kv_heads=1, head_dim=34),
 ]
 
@@ -106,10 +108,10 @@ class Setup:
         self.keys, self.values = make_kv(case, rng)
         q = rng.normal(size=(len(case.lengths), case.num_heads, case.head_dim)) * case.scale_q
         self.q = q.astype(np.float32)
-        cache = backend.new_cache(spec, case.config.store, "cpu", "numba")
+        cache = backend.new_cache(spec, case.config.cache_config, "cpu", "numba")
         self.cache, self.table, self.lengths = write_all(backend, "cpu", case, cache, self.keys, self.values)
-        reference = oracle.new_cache(spec, case.config.store)
-        self.reference, _, _ = write_all(oracle, "cpu", case, reference, self.keys, self.values)
+        ref_cache = reference.new_cache(spec, case.config.cache_config)
+        self.reference, _, _ = write_all(reference, "cpu", case, ref_cache, self.keys, self.values)
         self.native = backend.from_numpy(self.q, "float32", "cpu")
         # a view of the same cache that knows no kernels
         self.arrays = replace(self.cache, kernels="arrays")
@@ -118,31 +120,31 @@ class Setup:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_follow_oracle_and_arrays(backend, case):
     s, kernels = Setup(backend, case), kernels_of(backend)
-    where = Where.of(case.config, s.table, s.lengths)
-    at = (0, s.native, where)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    at = (0, s.native, plan)
     scores, plain = kernels.score(s.cache, *at), backend.score(s.arrays, *at)
     assert scores is not None and scores.kernels == "numba" and plain.kernels == "arrays"
-    check_scores(backend, case, scores, oracle.score(s.reference, 0, s.q, where), s.q, s.keys, s.table,
+    check_scores(backend, case, scores, reference.score(s.reference, 0, s.q, plan), s.q, s.keys, s.table,
                  s.lengths)  # fmt: skip
     check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
     own = scores_on_host(backend, scores)
-    selected = backend.select(scores, where)
-    covered = case.config.read.policy == "topk"
-    assert (kernels.table().select(scores, where) is not None) == covered
-    wanted = oracle.select(own, where)
+    selected = backend.select(scores, plan)
+    covered = case.config.selection_config.policy == "topk"
+    assert (kernels.table().select(scores, plan) is not None) == covered
+    wanted = reference.select(own, plan)
     check_selection(backend, selected, wanted)
-    check_selection(backend, backend.select(replace(scores, kernels="arrays"), where), wanted)
+    check_selection(backend, backend.select(replace(scores, kernels="arrays"), plan), wanted)
     if covered:
         listed = np.zeros(own.estimate.shape, bool)
         for b, h in np.ndindex(*listed.shape[:2]):
             listed[b, h, wanted.groups[b, h, : wanted.counts[b, h]]] = True
-        assert (backend.to_numpy(selected.visit) == listed).all()
+        assert (backend.to_numpy(selected.selected_mask) == listed).all()
     for chosen in (selected, None):
         state = check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, chosen)
         for one, other in zip(state, backend.attend(s.arrays, *at, chosen), strict=True):
             assert np.abs(one - backend.to_numpy(other)).max() <= 16 * allowance(case, s.keys, s.q)
     check_tail(backend, case, s.cache, s.reference, s.native, scores, selected, s.table, s.lengths)
-    if case.config.store.has_bounds:
+    if case.config.cache_config.has_bounds:
         truth = Truth(case, s.q, s.keys, s.values, s.lengths)
         state = backend.attend(s.cache, *at, selected)
         check_certificate(backend, case, s.cache, s.reference, scores, selected, state, truth)
@@ -159,18 +161,18 @@ def test_equal_estimates_go_to_the_lower_index():
         for b, length in enumerate(lengths):
             estimate[b, :, -(-length // 4) :] = -np.inf
             estimate[b, :, rng.integers(0, -(-length // 4), 2)] = np.inf
-        forced = place(eps("rq"), lengths, groups).forced
-        missing = (np.isposinf(estimate[:, 0]) & ~forced).sum(axis=1)
+        always_selected = place(eps("rq"), lengths, groups).always_selected
+        missing = (np.isposinf(estimate[:, 0]) & ~always_selected).sum(axis=1)
         estimate[:, 1] = np.where(np.isposinf(estimate[:, 0]), np.inf, estimate[:, 1])
         estimate[:, 1][np.isneginf(estimate[:, 0])] = -np.inf
         for budget in (0.001, 0.3, 0.9, 1.0):
             config = eps("rq", budget=budget)
             scores = Scores(estimate.astype(np.float64), None, None, missing)
-            where = place(config, lengths, groups)
-            wanted = oracle.select(scores, where)
-            got_groups, counts, uniform, got_forced, _ = kernels_cpu.select(where, estimate, missing, threads_cpu.run)
+            plan = place(config, lengths, groups)
+            wanted = reference.select(scores, plan)
+            got_groups, counts, uniform, got_forced, _ = kernels_cpu.select(plan, estimate, missing, threads_cpu.run)
             assert (counts == wanted.counts).all() and (counts == uniform[:, None]).all()
-            assert (got_forced == wanted.forced).all()
+            assert (got_forced == wanted.always_selected).all()
             for b, h in np.ndindex(3, 2):
                 assert got_groups[b, h, : counts[b, h]].tolist() == wanted.groups[b, h, : counts[b, h]].tolist()
                 assert (got_groups[b, h, counts[b, h] :] == -1).all()
@@ -180,17 +182,17 @@ def test_equal_estimates_go_to_the_lower_index():
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_unwritten_tail_is_never_read(backend, method, size, dtype):
     """NaN behind the last token of K and V changes nothing, listed or dense."""
-    case = Case((301, 258), eps(method, group_tokens=size, tail_tokens=0), dtype=dtype, head_dim=20)
+    case = Case((301, 258), eps(method, group_size=size, correction_tokens=0), dtype=dtype, head_dim=20)
     s = Setup(backend, case)
-    where = Where.of(case.config, s.table, s.lengths)
-    at = (0, s.native, where)
-    selected = backend.select(backend.score(s.cache, *at), where)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    at = (0, s.native, plan)
+    selected = backend.select(backend.score(s.cache, *at), plan)
     before = [backend.attend(s.cache, *at, chosen) for chosen in (selected, None)]
     with writable(backend):
         for b, length in enumerate(s.lengths):
             unit, offset = (
-                s.table[b, (length - 1) // case.config.store.unit_tokens],
-                length % case.config.store.unit_tokens,
+                s.table[b, (length - 1) // case.config.cache_config.unit_tokens],
+                length % case.config.cache_config.unit_tokens,
             )
             for pool in (s.cache.k, s.cache.v):
                 pool[0][int(unit), :, int(offset) :] = float("nan")
@@ -212,14 +214,14 @@ def test_lists_of_any_length_and_exact_bytes(backend):
     before = s.cache.kv_bytes_read
     out, lse = (
         backend.to_numpy(x)
-        for x in kernels.attend(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths), selection)
+        for x in kernels.attend(s.cache, 0, s.native, StepPlan.of(case.config, s.table, s.lengths), selection)
     )
-    assert s.cache.kv_bytes_read - before == 13 * case.config.store.S * s.cache.spec.kv_token_bytes
+    assert s.cache.kv_bytes_read - before == 13 * case.config.cache_config.S * s.cache.spec.kv_token_bytes
     assert (out[0, :3] == 0).all() and np.isneginf(lse[0, :3]).all()
     assert (out[1, 3:] == 0).all() and np.isneginf(lse[1, 3:]).all()
     assert (out[0, 3:] != 0).all() and np.isfinite(lse[0, 3:]).all() and np.isfinite(lse[1, :3]).all()
     before = s.cache.kv_bytes_read
-    kernels.attend(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths), None)
+    kernels.attend(s.cache, 0, s.native, StepPlan.of(case.config, s.table, s.lengths), None)
     assert s.cache.kv_bytes_read - before == 2 * int(s.lengths.sum()) * s.cache.spec.kv_token_bytes
 
 
@@ -232,19 +234,19 @@ def test_logits_past_what_exp_holds(backend):
 
 
 def test_what_has_no_kernel_says_so(backend):
-    for config in (eps("moments"), eps("jl"), eps("box"), eps("ball"), eps("rq", rq_bounds=True, group_tokens=16)):
+    for config in (eps("moments"), eps("jl"), eps("box"), eps("ball"), eps("rq", rq_bounds=True, group_size=16)):
         s = Setup(backend, Case((300,), config))
-        assert kernels_of(backend).table().score(s.cache, 0, s.native, Where.of(config, s.table, s.lengths)) is None
+        assert kernels_of(backend).table().score(s.cache, 0, s.native, StepPlan.of(config, s.table, s.lengths)) is None
 
 
 def test_a_fallback_names_itself_once(backend, caplog):
     _name_fallback.cache_clear()
     config = eps("box")
     s = Setup(backend, Case((300,), config))
-    where = Where.of(config, s.table, s.lengths)
+    plan = StepPlan.of(config, s.table, s.lengths)
     with caplog.at_level("WARNING", "eps"):
         for _ in range(2):
-            assert backend.score(s.cache, 0, s.native, where).upper is not None  # array operations serve
+            assert backend.score(s.cache, 0, s.native, plan).upper is not None  # array operations serve
     assert [record.message for record in caplog.records] == [
         "kernels numba do not support score of method box: array operations instead"
     ]
@@ -254,32 +256,34 @@ def test_guards_are_ranges():
     rng = np.random.default_rng(1)
     for _ in range(200):
         config = eps(
-            "box", group_tokens=int(rng.choice([1, 2, 4, 16, 128])), first_tokens=int(rng.integers(0, 40)),
-            last_tokens=int(rng.integers(0, 40)), min_context=int(rng.choice([0, 50])),
+            "box", group_size=int(rng.choice([1, 2, 4, 16, 128])), num_sink_tokens=int(rng.integers(0, 40)),
+            num_recent_tokens=int(rng.integers(0, 40)), min_context=int(rng.choice([0, 50])),
         )  # fmt: skip
         lengths = rng.integers(0, 150, 4)
-        groups = -(-150 // config.store.S)
-        where = place(config, lengths, groups)
+        groups = -(-150 // config.cache_config.S)
+        plan = place(config, lengths, groups)
         for b, length in enumerate(lengths.tolist()):
-            want = oracle_selection.guards(config, length)
-            assert (where.forced[b, : len(want)] == want).all() and not where.forced[b, len(want) :].any()
-            assert where.num_forced[b] == want.sum() and where.ends[b] == len(want)
+            want = oracle_selection.selectable(config, length)
+            assert (plan.always_selected[b, : len(want)] == want).all() and not plan.always_selected[
+                b, len(want) :
+            ].any()
+            assert plan.num_always_selected[b] == want.sum() and plan.ends[b] == len(want)
 
 
 def test_calls_from_several_threads(backend):
     """Callers do not disturb each other, and give what one of them gives alone."""
     kernels = kernels_of(backend)
-    case = Case((600, 290), eps("rq", group_tokens=2))
+    case = Case((600, 290), eps("rq", group_size=2))
     s = Setup(backend, case)
     expected = backend.to_numpy(
-        backend.attend(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths), None)[0]
+        backend.attend(s.cache, 0, s.native, StepPlan.of(case.config, s.table, s.lengths), None)[0]
     )
     wrong = []
 
     def call() -> None:
         for _ in range(30):
             out = kernels_cpu.attend(
-                s.cache, 0, s.q, Where.of(case.config, s.table, s.lengths), None, kernels.host, kernels.run
+                s.cache, 0, s.q, StepPlan.of(case.config, s.table, s.lengths), None, kernels.host, kernels.run
             )[0]
             if not np.array_equal(out, expected):
                 wrong.append(out)
@@ -311,50 +315,50 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         used = taken > 0
         last = used.sum()
         assert last > 0 and not done[~used].any(), kernel.__name__
-        assert used[:last].all() or kernel.__name__.startswith("gate_"), kernel.__name__  # of more than one kernel
+        assert used[:last].all() or kernel.__name__.startswith("fused_"), kernel.__name__  # of more than one kernel
         assert (done[used] > 0).all() and (done[used] == taken[used] - 1).all(), kernel.__name__
         kernels.add(kernel.__name__)
 
     rng, backend = np.random.default_rng(0), load_backend("cuda")
     monkeypatch.setattr(kernels_of(backend), "run", counted)
     for config, whole_rows in (
-        (EpsConfig.of(method="rq").with_tail(), False), (EpsConfig.of(method="rq"), False),
-        (EpsConfig.of(method="rq", mean_tokens=64), True), (EpsConfig.of(method="rq", mean_tokens=64, refine=0), False),
-        (EpsConfig.of(method="meanstd"), False),
+        (EpsConfig.of(method="rq").with_correction(), False), (EpsConfig.of(method="rq"), False),
+        (EpsConfig.of(method="rq", mean_tokens=64), True),
+        (EpsConfig.of(method="rq", mean_tokens=64, rescore=0), False), (EpsConfig.of(method="meanstd"), False),
     ):  # fmt: skip
         monkeypatch.setattr(calls, "ROWS_PER_THREAD", 0 if whole_rows else 3)
         cache = backend.new_cache(
-            CacheSpec(1, 2, 16, 600 // config.store.unit_tokens + 1), config.store, "cpu", "numba"
+            CacheSpec(1, 2, 16, 600 // config.cache_config.unit_tokens + 1), config.cache_config, "cpu", "numba"
         )
         k, v = (backend.from_numpy(rng.normal(size=(600, 2, 16)), "float32", "cpu") for _ in range(2))
         cache = backend.write_kv(cache, 0, k, v, np.arange(600))
         q = backend.from_numpy(rng.normal(size=(1, 4, 16)), "float32", "cpu")
         table, lengths = np.arange(cache.spec.num_units, dtype=np.int32)[None], np.array([600])
-        scores = backend.score(cache, 0, q, Where.of(config, table, lengths))
+        scores = backend.score(cache, 0, q, StepPlan.of(config, table, lengths))
         selection = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
-        state = backend.attend(cache, 0, q, Where.of(config, table, lengths), selection)
-        backend.attend(cache, 0, q, Where.of(config, table, lengths), None)
-        kernels_of(backend).table().attend_gated(cache, 0, q, Where.of(config, table, lengths))
+        state = backend.attend(cache, 0, q, StepPlan.of(config, table, lengths), selection)
+        backend.attend(cache, 0, q, StepPlan.of(config, table, lengths), None)
+        kernels_of(backend).table().attend_fused(cache, 0, q, StepPlan.of(config, table, lengths))
         backend.skipped_mass(scores, selection)
-        if config.store.tail_tokens:
-            backend.add_tail(cache, 0, Where.of(config, table, lengths), scores, selection, state)
-    parts = {"score_units", "score_codes", "select_topk", "attend", "attend_tail", "skipped_mass"}
-    assert kernels == parts | {"gate_units", "gate_codes"}
+        if config.cache_config.correction_tokens:
+            backend.add_correction(cache, 0, StepPlan.of(config, table, lengths), scores, selection, state)
+    parts = {"score_units", "score_codes", "select_topk", "attend", "attend_correction", "skipped_mass"}
+    assert kernels == parts | {"fused_units", "fused_codes"}
 
 
 def test_no_array_is_held_after_a_call():
     """A view that outlives it makes MLX copy the pool at the next write."""
-    estimate, visit = np.zeros((1, 8, 60_000), np.float32), np.zeros((1, 8, 60_000), np.uint8)
+    estimate, selected_mask = np.zeros((1, 8, 60_000), np.float32), np.zeros((1, 8, 60_000), np.uint8)
     shares = np.zeros((1, 8), np.float32)
-    threads_cpu.run(attend.skipped_mass, 1, estimate, visit, shares)
+    threads_cpu.run(attend.skipped_mass, 1, estimate, selected_mask, shares)
     threads_cpu.settle()
     before = sys.getrefcount(estimate)
     for _ in range(50):
-        threads_cpu.run(attend.skipped_mass, 1, estimate, visit, shares)
+        threads_cpu.run(attend.skipped_mass, 1, estimate, selected_mask, shares)
         threads_cpu.settle()
         assert sys.getrefcount(estimate) == before
     for _ in range(50):
-        threads_cpu.run(attend.skipped_mass, 1, estimate, visit, shares)
+        threads_cpu.run(attend.skipped_mass, 1, estimate, selected_mask, shares)
     assert len(threads_cpu._held) <= 2 * threads_cpu.num_threads()  # calls do not pile up
 
 
@@ -415,7 +419,7 @@ def test_torch_without_a_team_uses_helpers(monkeypatch, case):
     backend = load_backend("cuda")
     s, kernels = Setup(backend, case), kernels_of(backend)
     monkeypatch.setattr("eps_cuda.kernels.cpu._team", lambda: (threads_cpu.run, threads_cpu.num_threads))
-    scores = kernels.score(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths))
+    scores = kernels.score(s.cache, 0, s.native, StepPlan.of(case.config, s.table, s.lengths))
     check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
     check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, None)
 
@@ -436,11 +440,11 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         import numpy as np, torch
         from eps_core.cpu import vectors as cpu_vectors
         from eps_core.config.eps import EpsConfig
-        from eps_core.config.store import CacheSpec
+        from eps_core.config.cache import CacheSpec
         from eps_core.load import load_backend
         from eps_core.cpu import amx
-        from eps_core.paging.rows import Rows
-        from eps_core.paging.where import Where
+        from eps_core.kv_cache.rows import Rows
+        from eps_core.kv_cache.step_plan import StepPlan
         from numba import njit
         from eps_core.cpu import unit_vectors as cpu_units
         assert not cpu_units.SCANS and not amx.usable()
@@ -457,30 +461,30 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         np.testing.assert_array_equal(values, halves.view(np.float16).astype(np.float32))
         backend = load_backend("cuda")
         for dtype, config, bits in (
-            ("float32", EpsConfig.of(method="rq", refine=0.2, tail_tokens=64), (16, 16)),
+            ("float32", EpsConfig.of(method="rq", rescore=0.2, correction_tokens=64), (16, 16)),
             ("bfloat16", EpsConfig.of(method="rq"), (16, 16)),
-            ("float32", EpsConfig.of(method="rq", mean_tokens=64, stages=(0.5, 0.2)), (16, 16)),
-            ("float16", EpsConfig.of(method="box", group_tokens=16), (16, 16)),
+            ("float32", EpsConfig.of(method="rq", mean_tokens=64, cascade=(0.5, 0.2)), (16, 16)),
+            ("float16", EpsConfig.of(method="box", group_size=16), (16, 16)),
             ("bfloat16", EpsConfig.of(method="box"), (8, 4)),
             ("float16", EpsConfig.of(method="box"), (4, 8)),
         ):
             results = []
             for kernels in ("numba", "arrays"):
-                units = 600 // config.store.unit_tokens + 1
+                units = 600 // config.cache_config.unit_tokens + 1
                 spec = CacheSpec(1, 2, 64, units, dtype, k_bits=bits[0], v_bits=bits[1])
-                cache = backend.new_cache(spec, config.store, "cpu", kernels)
+                cache = backend.new_cache(spec, config.cache_config, "cpu", kernels)
                 rng = np.random.default_rng(0)
                 k, v = (backend.from_numpy(rng.normal(size=(600, 2, 64)), dtype, "cpu") for _ in range(2))
                 cache = backend.write_kv(cache, 0, k, v, np.arange(600))
                 q = backend.from_numpy(rng.normal(size=(1, 6, 64)), "float32", "cpu")
-                where = Where.of(config, np.arange(units)[None], np.array([600]))
-                scores = backend.score(cache, 0, q, where)
+                plan = StepPlan.of(config, np.arange(units)[None], np.array([600]))
+                scores = backend.score(cache, 0, q, plan)
                 assert scores.kernels == kernels
-                selection = backend.select(scores, where)
-                out, lse = backend.attend(cache, 0, q, where, selection)
-                if config.store.tail_tokens:
-                    out, lse = backend.add_tail(cache, 0, where, scores, selection, (out, lse))
-                rows = Rows.of(where.table, where.lengths, np.array([7]))
+                selection = backend.select(scores, plan)
+                out, lse = backend.attend(cache, 0, q, plan, selection)
+                if config.cache_config.correction_tokens:
+                    out, lse = backend.add_correction(cache, 0, plan, scores, selection, (out, lse))
+                rows = Rows.of(plan.table, plan.lengths, np.array([7]))
                 several = backend.from_numpy(rng.normal(size=(7, 6, 64)), "float32", "cpu")
                 read = backend.attend_rows(cache, 0, several, rows)
                 found = scores.estimate, selection.groups, out, lse, read.out, read.lse
@@ -499,18 +503,18 @@ def test_a_forked_child_does_not_wait_for_the_team_of_its_parent(before):
         import os, signal, sys
         import numpy as np, torch
         from eps_core.config.eps import EpsConfig
-        from eps_core.config.store import CacheSpec
+        from eps_core.config.cache import CacheSpec
         from eps_core.load import load_backend
-        from eps_core.paging.where import Where
+        from eps_core.kv_cache.step_plan import StepPlan
         torch.set_num_threads(2)
         backend, rng = load_backend("cuda"), np.random.default_rng(0)
-        cache = backend.new_cache(CacheSpec(1, 2, 16, 3000), EpsConfig.of(method="box").store, "cpu", "numba")
+        cache = backend.new_cache(CacheSpec(1, 2, 16, 3000), EpsConfig.of(method="box").cache_config, "cpu", "numba")
         k = backend.from_numpy(rng.normal(size=(40000, 2, 16)), "float32", "cpu")
         cache = backend.write_kv(cache, 0, k, k, np.arange(40000))
         q = backend.from_numpy(rng.normal(size=(1, 4, 16)), "float32", "cpu")
-        where = Where.of(EpsConfig.of(method="box"), np.arange(3000)[None], np.array([40000]))
+        plan = StepPlan.of(EpsConfig.of(method="box"), np.arange(3000)[None], np.array([40000]))
         def attend():
-            return backend.attend(cache, 0, q, where, None)[0].numpy()
+            return backend.attend(cache, 0, q, plan, None)[0].numpy()
         {before}
         child = os.fork()
         if not child:

@@ -11,26 +11,26 @@ import pytest
 from test_cpu_kernels import kernels_of
 from test_rows import Case, Filled, query
 
-from eps_core import oracle
+from eps_core import reference
 from eps_core.cpu import amx, rows_amx
 from eps_core.cpu import rows as portable
+from eps_core.kv_cache.rows import Rows
 from eps_core.load import load_backend
-from eps_core.paging.rows import Rows
 
 # what tile registers take: bfloat16, whole steps of 32 channels, units of whole tiles
 TILED = [
     Case((150, 37, 64), (9, 1, 5), num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16"),
     Case((1100,), (17,), num_heads=8, num_kv_heads=2, head_dim=128, dtype="bfloat16", block_size=64),
     Case((9, 3), (9, 3), num_heads=3, num_kv_heads=3, head_dim=32, dtype="bfloat16"),
-    Case((1300, 129), (33, 128), num_heads=6, num_kv_heads=1, head_dim=96, dtype="bfloat16", group_tokens=16),
-    Case((700,), (5,), num_heads=20, num_kv_heads=2, head_dim=32, dtype="bfloat16", group_tokens=48, block_size=48),
-    Case((290,), (4,), num_heads=2, num_kv_heads=1, head_dim=64, dtype="bfloat16", group_tokens=64, scale_q=15.0),
+    Case((1300, 129), (33, 128), num_heads=6, num_kv_heads=1, head_dim=96, dtype="bfloat16", group_size=16),
+    Case((700,), (5,), num_heads=20, num_kv_heads=2, head_dim=32, dtype="bfloat16", group_size=48, block_size=48),
+    Case((290,), (4,), num_heads=2, num_kv_heads=1, head_dim=64, dtype="bfloat16", group_size=64, scale_q=15.0),
 ]
 OTHERS = [
     Case((1100, 40), (5, 2), num_heads=14, num_kv_heads=2, head_dim=64, dtype="float16"),
-    Case((1300, 129), (9, 128), num_heads=5, num_kv_heads=1, head_dim=33, group_tokens=3, block_size=12),
-    Case((300,), (33,), num_heads=8, num_kv_heads=2, head_dim=80, dtype="bfloat16", group_tokens=1),
-    Case((300,), (3,), num_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16", group_tokens=3, block_size=12),
+    Case((1300, 129), (9, 128), num_heads=5, num_kv_heads=1, head_dim=33, group_size=3, block_size=12),
+    Case((300,), (33,), num_heads=8, num_kv_heads=2, head_dim=80, dtype="bfloat16", group_size=1),
+    Case((300,), (3,), num_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16", group_size=3, block_size=12),
     Case((1100, 40), (5, 2), num_heads=8, num_kv_heads=1, head_dim=128, dtype="bfloat16", bits=(8, 4)),
     Case((290,), (4,), num_heads=6, num_kv_heads=2, head_dim=34, dtype="float16", bits=(4, 16)),
     Case((290, 37), (4, 3), num_heads=4, num_kv_heads=4, head_dim=33, bits=(16, 8)),
@@ -67,12 +67,16 @@ class Chosen:
         monkeypatch.setattr(self.kernels, "run", run)
 
     def __call__(
-        self, cache: Any, q: np.ndarray, rows: Rows, visit: np.ndarray | None = None, dtype: str = "float32"
+        self, cache: Any, q: np.ndarray, rows: Rows, selected_mask: np.ndarray | None = None, dtype: str = "float32"
     ) -> list[np.ndarray]:
-        listed = None if visit is None else self.backend.from_numpy(visit.astype(np.float32), "float32", "cpu") > 0
+        listed = (
+            None
+            if selected_mask is None
+            else self.backend.from_numpy(selected_mask.astype(np.float32), "float32", "cpu") > 0
+        )
         read = self.backend.attend_rows(cache, 0, self.backend.from_numpy(q, dtype, "cpu"), rows, listed)
         assert self.ran == {self.expected}
-        return [self.backend.to_numpy(x) for x in (read.out, read.lse, read.visited_lse) if x is not None]
+        return [self.backend.to_numpy(x) for x in (read.out, read.lse, read.selected_lse) if x is not None]
 
 
 def filled_of(backend: Any, case: Case, seed: int = 1) -> Filled:
@@ -86,17 +90,17 @@ def test_rows_are_as_exact_as_float32(backend, case, tiles, monkeypatch) -> None
     """Queries of float32 and of the cache's own dtype, over keys as they are stored: no term of bfloat16's error."""
     filled, rng = filled_of(backend, case), np.random.default_rng(2)
     attend, rows = Chosen(backend, tiles, monkeypatch), filled.rows()
-    shape = rows.total, case.num_kv_heads, rows.table.shape[1] * filled.config.store.groups_per_unit
-    visit = rng.random(shape) < 0.2
-    visit[1:2] = True
+    shape = rows.total, case.num_kv_heads, rows.table.shape[1] * filled.config.cache_config.groups_per_unit
+    selected_mask = rng.random(shape) < 0.2
+    selected_mask[1:2] = True
     short = query(case, rng)
     for q, dtype in ((short, case.dtype), (rng.normal(size=short.shape).astype(np.float32) * case.scale_q, "float32")):
-        want = oracle.attend_rows(filled.judge, 0, q.astype(np.float64), rows, visit)
-        out, lse, visited = attend(filled.cache, q, rows, visit, dtype)
+        want = reference.attend_rows(filled.judge, 0, q.astype(np.float64), rows, selected_mask)
+        out, lse, selected = attend(filled.cache, q, rows, selected_mask, dtype)
         slack = 64 * 2.0**-23 * (np.abs(q).sum(axis=2).max() * 5 / math.sqrt(case.head_dim) + 1)
         rounding = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]  # of what is returned
         assert np.abs(out - want.out).max() < 5 * (slack + 2.0**-16 + rounding)
-        for a, b in ((lse, want.lse), (visited, want.visited_lse)):
+        for a, b in ((lse, want.lse), (selected, want.selected_lse)):
             np.testing.assert_array_equal(np.isneginf(a), np.isneginf(b))
             there = ~np.isneginf(b)
             assert np.abs(a[there] - b[there]).max(initial=0) < slack

@@ -9,54 +9,54 @@ import pytest
 from test_conformance import Case, check_scoring, check_selection, eps, scores_on_host
 from test_cpu_kernels import Setup, kernels_of
 
-from eps_core import oracle
+from eps_core import reference
 from eps_core.cpu import best, kernels, unit_queries, unit_vectors
 from eps_core.cpu import threads as threads_cpu
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend
-from eps_core.paging.where import Where
 from eps_core.summaries.rq import QUERY_STEPS, rq_signs
 
 CASES = [
     Case(
         (700, 300),
-        eps("rq", mean_tokens=64, group_tokens=2, stages=(0.25,), refine=0.1),
+        eps("rq", mean_tokens=64, group_size=2, cascade=(0.25,), rescore=0.1),
         head_dim=128,
         dtype="bfloat16",
     ),
     Case(
         (500, 64, 70),
-        eps("rq", mean_tokens=64, group_tokens=2, stages=(0.5, 0.3)),
+        eps("rq", mean_tokens=64, group_size=2, cascade=(0.5, 0.3)),
         num_heads=10,
         num_kv_heads=2,
         head_dim=64,
     ),
     Case(
         (600,),
-        eps("rq", mean_tokens=32, group_tokens=2, stages=(0.4, 0.2), mean_bits=8),
+        eps("rq", mean_tokens=32, group_size=2, cascade=(0.4, 0.2), mean_bits=8),
         head_dim=256,
         num_heads=3,
         num_kv_heads=3,
     ),
-    Case((300,), eps("rq", mean_tokens=64, stages=(0.4, 0.2), refine=0.2), head_dim=512, num_heads=2, num_kv_heads=1),
-    Case((400, 37), eps("rq", mean_tokens=64, group_tokens=4, stages=(0.3,)), head_dim=32),  # codes of two bytes
-    Case((400, 330), eps("rq", mean_tokens=32, group_tokens=1, stages=(0.3,)), head_dim=16, num_heads=8),  # of one
-    Case((500, 300), eps("rq", mean_tokens=64, stages=(0.3,), mean_bits=8), head_dim=80, dtype="float16"),
-    Case((400,), eps("rq", mean_tokens=64, refine=0.0), head_dim=33, num_heads=6, num_kv_heads=2),
-    Case((400, 129), eps("rq", mean_tokens=64, stages=(0.25,), tail_tokens=192, block_size=64), kind="ties"),
-    Case((290,), eps("rq", mean_tokens=64, stages=(0.25,)), kind="equal"),
-    Case((63, 1), eps("rq", mean_tokens=64, stages=(0.25,))),  # nothing is full
+    Case((300,), eps("rq", mean_tokens=64, cascade=(0.4, 0.2), rescore=0.2), head_dim=512, num_heads=2, num_kv_heads=1),
+    Case((400, 37), eps("rq", mean_tokens=64, group_size=4, cascade=(0.3,)), head_dim=32),  # codes of two bytes
+    Case((400, 330), eps("rq", mean_tokens=32, group_size=1, cascade=(0.3,)), head_dim=16, num_heads=8),  # of one
+    Case((500, 300), eps("rq", mean_tokens=64, cascade=(0.3,), mean_bits=8), head_dim=80, dtype="float16"),
+    Case((400,), eps("rq", mean_tokens=64, rescore=0.0), head_dim=33, num_heads=6, num_kv_heads=2),
+    Case((400, 129), eps("rq", mean_tokens=64, cascade=(0.25,), correction_tokens=192, block_size=64), kind="ties"),
+    Case((290,), eps("rq", mean_tokens=64, cascade=(0.25,)), kind="equal"),
+    Case((63, 1), eps("rq", mean_tokens=64, cascade=(0.25,))),  # nothing is full
 ]
 # query heads of a kv head: 1, 3, 7 and 8, of which a kernel takes four at once
 SUMMED = [
     Case(
         (500, 290),
-        eps("rq", mean_tokens=64, group_tokens=2, stages=stages, refine=0.1, tail_tokens=0, combine="sum"),
+        eps("rq", mean_tokens=64, group_size=2, cascade=cascade, rescore=0.1, correction_tokens=0, combine="sum"),
         head_dim=64,
         num_heads=2 * repeat,
         num_kv_heads=2,
         bits=bits,
     )
-    for repeat, stages, bits in (
+    for repeat, cascade, bits in (
         (1, (0.25,), (4, 16)),
         (3, (0.5, 0.2), (16, 16)),
         (7, (0.25,), (16, 16)),
@@ -73,22 +73,22 @@ def backend(request: pytest.FixtureRequest):
 @pytest.mark.parametrize("case", [*CASES, *SUMMED], ids=str)
 def test_scores_follow_oracle_and_arrays(backend, case):
     s = Setup(backend, case)
-    where = Where.of(case.config, s.table, s.lengths)
-    scores = kernels_of(backend).score(s.cache, 0, s.native, where)
-    plain = backend.score(s.arrays, 0, s.native, where)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    scores = kernels_of(backend).score(s.cache, 0, s.native, plan)
+    plain = backend.score(s.arrays, 0, s.native, plan)
     assert scores is not None and scores.kernels == "numba" and plain.kernels == "arrays"
     check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
     assert (np.asarray(scores.num_missing) == np.asarray(plain.num_missing)).all()
     np.testing.assert_allclose(backend.to_numpy(scores.estimate), backend.to_numpy(plain.estimate), 1e-5, 1e-4)
-    wanted = oracle.select(scores_on_host(backend, scores), where)
-    check_selection(backend, backend.select(scores, where), wanted)
+    wanted = reference.select(scores_on_host(backend, scores), plan)
+    check_selection(backend, backend.select(scores, plan), wanted)
 
 
 @pytest.mark.parametrize("number", (1, 4))
 @pytest.mark.parametrize("case", (CASES[0], CASES[1], CASES[10]), ids=str)
 def test_layers_share_what_they_know_and_no_result(backend, case, number, monkeypatch):
     """What one step's layers find once changes no result of another layer's, of the same cache or of one in which other
-    groups lack a summary, with as many query heads or twice as many; and a layer like one before finds nothing anew."""
+    groups lack a summary, with as many query heads or twice as many; a layer like one before finds nothing again."""
     monkeypatch.setattr(threads_cpu, "num_threads", lambda: number)
     setups = [Setup(backend, case), Setup(backend, case)]
     state = setups[1].cache.state[0]
@@ -99,18 +99,18 @@ def test_layers_share_what_they_know_and_no_result(backend, case, number, monkey
     def on_host(array: object) -> np.ndarray:
         return array if isinstance(array, np.ndarray) else backend.to_numpy(array)
 
-    def read(s: Setup, q: object, where: Where) -> list[object]:
-        scores = kernels_of(backend).score(s.cache, 0, q, where)
-        chosen = kernels_of(backend).select(scores, where)
-        parts = [kernels_of(backend).attend(s.cache, 0, q, where, selection) for selection in (chosen, None)]
-        lists = chosen.groups, chosen.counts, chosen.visit, chosen.forced
+    def read(s: Setup, q: object, plan: StepPlan) -> list[object]:
+        scores = kernels_of(backend).score(s.cache, 0, q, plan)
+        chosen = kernels_of(backend).select(scores, plan)
+        parts = [kernels_of(backend).attend(s.cache, 0, q, plan, selection) for selection in (chosen, None)]
+        lists = chosen.groups, chosen.counts, chosen.selected_mask, chosen.always_selected
         return [scores.estimate, scores.num_missing, *lists, *parts[0], *parts[1]]
 
-    def where() -> Where:
-        return Where.of(case.config, setups[0].table, setups[0].lengths)
+    def plan() -> StepPlan:
+        return StepPlan.of(case.config, setups[0].table, setups[0].lengths)
 
     calls = [(s, q) for s in setups for q in queries]
-    apart, shared = [read(s, q, where()) for s, q in calls], where()
+    apart, shared = [read(s, q, plan()) for s, q in calls], plan()
     together, made = [], []
     for s, q in calls:
         together.append(read(s, q, shared))
@@ -118,16 +118,19 @@ def test_layers_share_what_they_know_and_no_result(backend, case, number, monkey
     for one, other in zip(apart, together, strict=True):
         for x, y in zip(one, other, strict=True):
             np.testing.assert_array_equal(on_host(x), on_host(y))
-    forced = [int(on_host(one[5]).sum()) for one in apart]
-    assert forced[0] == forced[1] == forced[2] and forced[3] == forced[4] == forced[5]
-    assert forced[3] > forced[0] or case is CASES[10]
+    always_selected = [int(on_host(one[5]).sum()) for one in apart]
+    assert (
+        always_selected[0] == always_selected[1] == always_selected[2]
+        and always_selected[3] == always_selected[4] == always_selected[5]
+    )
+    assert always_selected[3] > always_selected[0] or case is CASES[10]
     assert made[0] == made[1] < made[2] and made[3] == made[4] == made[5]
 
 
 def test_groups_that_fill_no_register_are_left_to_arrays(backend):
-    case = Case((300,), eps("rq", mean_tokens=32, group_tokens=4, stages=(0.25,)))
+    case = Case((300,), eps("rq", mean_tokens=32, group_size=4, cascade=(0.25,)))
     s = Setup(backend, case)
-    assert kernels_of(backend).table().score(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths)) is None
+    assert kernels_of(backend).table().score(s.cache, 0, s.native, StepPlan.of(case.config, s.table, s.lengths)) is None
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, 1e4, 100.0, 1e-45, 0.0])
@@ -137,9 +140,9 @@ def test_odd_queries(backend, case, odd):
     s = Setup(backend, case)
     q = s.q.copy()
     q[0, : case.num_heads // case.num_kv_heads] = odd
-    native, where = backend.from_numpy(q, "float32", "cpu"), Where.of(case.config, s.table, s.lengths)
-    scores = kernels_of(backend).score(s.cache, 0, native, where)
-    plain = backend.score(s.arrays, 0, native, where)
+    native, plan = backend.from_numpy(q, "float32", "cpu"), StepPlan.of(case.config, s.table, s.lengths)
+    scores = kernels_of(backend).score(s.cache, 0, native, plan)
+    plain = backend.score(s.arrays, 0, native, plan)
     tolerance = 1e-6 * (odd if 100 < odd < np.inf else 100)
     np.testing.assert_allclose(backend.to_numpy(scores.estimate), backend.to_numpy(plain.estimate), 1e-5, tolerance)
 
@@ -149,7 +152,7 @@ def test_bits_do_not_depend_on_threads(case, monkeypatch):
     """Nor on how many rows are scored at once."""
     backend = load_backend("cuda")
     s = Setup(backend, case)
-    where = Where.of(case.config, s.table, s.lengths)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
     found = []
     for number, alone in ((1, True), (1, False), (2, False), (4, True), (4, False)):
         with monkeypatch.context() as patch:
@@ -159,7 +162,7 @@ def test_bits_do_not_depend_on_threads(case, monkeypatch):
                 patch.undo()
                 threads_cpu.run(*args, alone=alone)
 
-            found.append(kernels.score(s.cache, 0, s.q, where, lambda x: x.numpy(), run)[0])
+            found.append(kernels.score(s.cache, 0, s.q, plan, lambda x: x.numpy(), run)[0])
     assert all((one == found[0]).all() for one in found)
 
 
@@ -227,20 +230,21 @@ def test_best_are_those_of_a_stable_sort():
 
 
 @pytest.mark.parametrize("config, head_dim", [
-    (eps("rq", mean_tokens=64, stages=(0.25,)), 128), (eps("rq", mean_tokens=32, stages=(0.5, 0.25), mean_bits=8), 64),
-    (eps("rq", mean_tokens=64), 80), (eps("rq", mean_tokens=64, refine=0.0), 33),
-    (eps("rq", mean_tokens=32, group_tokens=8), 20), (eps("rq", mean_tokens=32, group_tokens=1, stages=(0.3,)), 32),
+    (eps("rq", mean_tokens=64, cascade=(0.25,)), 128),
+    (eps("rq", mean_tokens=32, cascade=(0.5, 0.25), mean_bits=8), 64),
+    (eps("rq", mean_tokens=64), 80), (eps("rq", mean_tokens=64, rescore=0.0), 33),
+    (eps("rq", mean_tokens=32, group_size=8), 20), (eps("rq", mean_tokens=32, group_size=1, cascade=(0.3,)), 32),
 ], ids=str)  # fmt: skip
 def test_seals_are_bit_equal(backend, config, head_dim):
-    rng, store = np.random.default_rng(0), config.store
-    shape = 40, 3, store.sealed_tokens, head_dim
+    rng, cache_config = np.random.default_rng(0), config.cache_config
+    shape = 40, 3, cache_config.span_tokens, head_dim
     k = (rng.normal(size=shape) + 2 * rng.normal(size=(1, 3, 1, head_dim))).astype(np.float32)
     k[0], k[1], k[2:5] = 0, k[1, :, :1], k[2:5] * np.float32([1e5, 1e-6, 1e-3])[:, None, None, None]
     constants = {"signs": backend.from_numpy(rq_signs(0, head_dim), "float32", "cpu")}
     keys = backend.from_numpy(k, "float32", "cpu")
-    got = kernels_of(backend).build_summary(store, constants, keys)
+    got = kernels_of(backend).build_summary(cache_config, constants, keys)
     table = importlib.import_module(f"{backend.__name__}.summaries.table")
-    wanted = table.build_summary(store, constants, keys)
+    wanted = table.build_summary(cache_config, constants, keys)
     assert set(got) == set(wanted)
     for name, array in wanted.items():
         own, right = backend.to_numpy(got[name]), backend.to_numpy(array)
@@ -249,15 +253,15 @@ def test_seals_are_bit_equal(backend, config, head_dim):
 
 
 def test_overwritten_units_have_no_estimate():
-    """A seal whose fill went back is read whole until it is full again."""
+    """A finalize whose fill went back is read whole until it is full again."""
     backend, case = load_backend("cuda"), CASES[0]
     s = Setup(backend, case)
-    store, where = case.config.store, Where.of(case.config, s.table, s.lengths)
-    seal = int(s.table[0, 2]) * store.seals_per_unit
-    s.cache.state[0].fill[seal] = 5
+    cache_config, plan = case.config.cache_config, StepPlan.of(case.config, s.table, s.lengths)
+    span = int(s.table[0, 2]) * cache_config.spans_per_unit
+    s.cache.state[0].fill[span] = 5
     for cache in (s.cache, replace(s.cache, kernels="arrays")):
-        scores = backend.score(cache, 0, s.native, where)
+        scores = backend.score(cache, 0, s.native, plan)
         lost = np.isposinf(backend.to_numpy(scores.estimate)[0])
-        first = 2 * store.seals_per_unit * store.groups_per_seal
-        assert lost[:, first : first + store.groups_per_seal].all()
-        assert scores.num_missing[0] >= store.groups_per_seal
+        first = 2 * cache_config.spans_per_unit * cache_config.groups_per_span
+        assert lost[:, first : first + cache_config.groups_per_span].all()
+        assert scores.num_missing[0] >= cache_config.groups_per_span

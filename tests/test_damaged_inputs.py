@@ -22,8 +22,8 @@ from test_bench import target_cell
 from test_html_report import whole_results
 from test_inputs import make_capture, recaptured, run, write
 
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.decode import cost
 from eps_core.decode.cost import Cost
 from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
@@ -60,15 +60,19 @@ def drawing(really: bool) -> Iterator[None]:
 
 
 RESULTS = [line for lines in whole_results().values() for line in lines[:8]]
-RESULTS[6] |= {"mass_pairs": [[0.5, 0.1], [0.2, None]], "guards": [4, 32], "setting": {"budget": 0.1, "alpha": 1.1}}
+RESULTS[6] |= {
+    "mass_pairs": [[0.5, 0.1], [0.2, None]],
+    "sink_recent": [4, 32],
+    "setting": {"budget": 0.1, "alpha": 1.1},
+}
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"mass_pairs": 5}, {"mass_pairs": [5]}, {"mass_pairs": [[0.5]]}, {"mass_pairs": {"a": 1}}, {"index": None},
-        {"setting": 5}, {"context_tokens": 10**300}, {"method": ["rq"]}, {"bytes_ratio": 10**300}, {"guards": 3},
-        {"decode_ms_p95": True}, {"method": " "}, {"visit_ratio_by_layer_and_head": [[0.1, 1e308]]},
+        {"setting": 5}, {"context_tokens": 10**300}, {"method": ["rq"]}, {"bytes_ratio": 10**300}, {"sink_recent": 3},
+        {"decode_ms_p95": True}, {"method": " "}, {"selected_ratio_by_layer_and_head": [[0.1, 1e308]]},
         {"method": "$\\frac$"},
     ],
     ids=str,
@@ -113,7 +117,7 @@ POLICY = {
 }  # fmt: skip
 GRID = {
     "context": [1024, 2048], "method": ["rq", "box", "jl"], "budget": [0.1, 0.2], "strict": False, "heads": "all",
-    "dim": None, "policy": "topk", "group_tokens": 16, "bits": None,
+    "dim": None, "policy": "topk", "group_size": 16, "bits": None,
 }  # fmt: skip
 LONGBENCH = [
     {

@@ -13,15 +13,15 @@ import tiny_models
 import torch
 from test_model import TOLERANCE, assert_close, load, run, tokens_of
 
-from eps_core.config.store import DTYPE_BYTES
+from eps_core.config.cache import DTYPE_BYTES
 from eps_core.decode.draft_weights import BITS, FLAG, GROUP_SIZES, HEAD, group_size, quantised_layers
 from eps_core.decode.forward import Decoder
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
 from eps_core.models.config import read_spec
 from eps_core.models.weights import weight_names
-from eps_core.oracle.draft_weights import LEVELS, affine
-from eps_core.oracle.model import Model
+from eps_core.reference.draft_weights import LEVELS, affine
+from eps_core.reference.model import Model
 
 # tied and untied heads, biases, norms of q and k, rows of 64, 96 and 128 weights
 NAMES = ("llama2", "llama2-linear-biased", "llama3.1-tied-sharded", "qwen2-tied", "qwen3-tied-biased")
@@ -133,7 +133,7 @@ def test_products_are_those_of_the_held_weights(library: str, dtype: str, rows: 
 
 
 def drafts_of(decoder: Decoder) -> Decoder:
-    return Decoder(decoder.eps, decoder.model.quantised())
+    return Decoder(decoder.backend, decoder.model.quantised())
 
 
 def assert_are_the_oracles(
@@ -178,7 +178,7 @@ def test_the_full_model_stays_as_it_was_and_shares_its_arrays(name: str, target:
     assert "embed" not in layers and HEAD in layers and not any("norm" in one or "bias" in one for one in layers)
     shared = weights.keys() - layers.keys()
     assert shared <= drafts.weights.keys() and all(drafts.weights[one] is weights[one] for one in shared)
-    if target[0].__name__ != "eps_core.oracle":  # which holds them dequantised
+    if target[0].__name__ != "eps_core.reference":  # which holds them dequantised
         assert drafts.weights.keys() == shared and drafts.packed.keys() == layers.keys()
 
 

@@ -12,7 +12,7 @@ import tiny_models
 from command import outcome
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import session as session_module
 from eps_core.decode.draft_weights import FLAG
 from eps_core.decode.forward import Decoder
@@ -21,11 +21,11 @@ from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import DENSE, Document, run_batch
 from eps_core.load import backend_name, load_backend
-from eps_core.telemetry.rounds import summarise_rounds
+from eps_core.metrics.rounds import summarise_rounds
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 5
-RQ: dict[str, Any] = {"method": "rq", "budget": 0.3, "first_tokens": 4, "last_tokens": 16}
-FOUR_BITS = Verify("tokens", 5, weights="4bit")
+RQ: dict[str, Any] = {"method": "rq", "budget": 0.3, "num_sink_tokens": 4, "num_recent_tokens": 16}
+FOUR_BITS = SpeculativeConfig("tokens", 5, weights="4bit")
 NEW_TOKENS = 12
 NARROW = tiny_models.TinyModel(
     "LlamaConfig",
@@ -80,21 +80,21 @@ def test_a_session_makes_one_drafter_over_its_own_caches(target: tuple, saved, m
     session = drafting.session
     assert made == [session.decoder.model]
     drafter = session.drafter(FOUR_BITS)
-    assert drafter is session.drafter(FOUR_BITS) and drafter.eps is session.decoder.eps
+    assert drafter is session.drafter(FOUR_BITS) and drafter.backend is session.decoder.backend
     assert drafter.model.weight_bytes < session.decoder.model.weight_bytes / 2
-    assert session.drafter(Verify("tokens")) is session.decoder
+    assert session.drafter(SpeculativeConfig("tokens")) is session.decoder
 
 
-@pytest.mark.parametrize("verify", [FOUR_BITS, Verify("tokens", 5)], ids=str)
-def test_rounds_say_which_weights_were_read(target: tuple, saved, verify: Verify, passes: Counter) -> None:
+@pytest.mark.parametrize("verify", [FOUR_BITS, SpeculativeConfig("tokens", 5)], ids=str)
+def test_rounds_say_which_weights_were_read(target: tuple, saved, verify: SpeculativeConfig, passes: Counter) -> None:
     session = opened(target, saved("llama2"))
     texts = session.encode_prompts([TEXT, TEXT[9:170]], NEW_TOKENS)
     documents, sampling = [Document(one, NEW_TOKENS) for one in texts], Sampling()
     prefixes = [session.prefix(one[:-1]) for one in texts]
     dense = run_batch(session, documents, {DENSE: EpsConfig()}, prefixes, sampling=sampling)[DENSE]
     passes.clear()
-    arms, verifies = {"eps": EpsConfig.of(**RQ)}, {"eps": verify}
-    got = run_batch(session, documents, arms, prefixes, verifies=verifies, sampling=sampling)["eps"]
+    variants, verifies = {"eps": EpsConfig.of(**RQ)}, {"eps": verify}
+    got = run_batch(session, documents, variants, prefixes, verifies=verifies, sampling=sampling)["eps"]
     assert got.said == dense.said
     full, total = session.decoder.model.weight_bytes, got.summary()
     assert total["drafted"] >= total["accepted"] > 0
@@ -130,7 +130,7 @@ def test_a_run_reports_acceptance_and_bytes_of_weights(target: tuple, saved, tmp
     total = sum(one["bytes_weights"] for one in rounds)
     assert total == last["bytes_weights"] == eps["bytes_weights"]
     session = opened(target, saved("llama2"))
-    full, drafts = (session.drafter(one).model.weight_bytes for one in (Verify("tokens"), FOUR_BITS))
+    full, drafts = (session.drafter(one).model.weight_bytes for one in (SpeculativeConfig("tokens"), FOUR_BITS))
     for one in rounds:
         assert one["bytes_weights"] == full + (one["weight_passes"] - 1) * drafts
 

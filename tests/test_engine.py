@@ -14,17 +14,19 @@ import numpy as np
 import pytest
 from test_blocks import Memory
 
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.engine.gated import Gated
-from eps_core.engine.paged import Paged
-from eps_core.engine.plan import Plan
-from eps_core.engine.settings import VERSIONS, Settings, check_version, from_environment, to_environment
 from eps_core.errors import ConfigError
+from eps_core.integrations.layers import SparseAttention
+from eps_core.integrations.paged import Paged
+from eps_core.integrations.plan import Plan
+from eps_core.integrations.settings import VERSIONS, Settings, check_version, from_environment, to_environment
+from eps_core.kv_cache.pool import PagePool
 from eps_core.load import load_backend
-from eps_core.paging.pool import PagePool
 
-RQ = EpsConfig.of("rq", group_tokens=2, mean_tokens=32, budget=0.2, first_tokens=2, last_tokens=8, tail_tokens=32)
+RQ = EpsConfig.of(
+    "rq", group_size=2, mean_tokens=32, budget=0.2, num_sink_tokens=2, num_recent_tokens=8, correction_tokens=32
+)
 
 
 # ---- the pool ----
@@ -85,16 +87,16 @@ def test_a_grown_cache_scores_and_attends_as_one_that_was_large(target: Any) -> 
     q = rng.normal(size=(2, 4, 32)).astype(np.float32)
     found = []
     for units in (1, 40):
-        one = Paged(eps, CacheSpec(1, 2, 32, units, "float32", max_open_groups=2), RQ.store, device, "auto")
+        one = Paged(eps, CacheSpec(1, 2, 32, units, "float32", max_open_groups=2), RQ.cache_config, device, "auto")
         sequences = [one.open(), one.open()]
         for start in range(0, 700, 100):
             slots = one.append(sequences, [100, 100])
             rows = [np.concatenate(list(x[:, start : start + 100])) for x in (k, v)]
             one.write(0, *(eps.from_numpy(x, "float32", device) for x in rows), slots)
-        where, query = one.where(RQ, sequences), eps.from_numpy(q, "float32", device)
-        scores = eps.score(one.cache, 0, query, where)
-        selection = eps.select(scores, where, 0)
-        out, _ = eps.attend(one.cache, 0, query, where, selection)
+        plan, query = one.plan(RQ, sequences), eps.from_numpy(q, "float32", device)
+        scores = eps.score(one.cache, 0, query, plan)
+        selection = eps.select(scores, plan, 0)
+        out, _ = eps.attend(one.cache, 0, query, plan, selection)
         found.append([eps.to_numpy(x) for x in (scores.estimate[..., :350], selection.counts, out)])
         one.pool.check()
         assert one.num_bytes == one.pool.num_units * 32 * 2 * 32 * 2 * 4
@@ -103,7 +105,9 @@ def test_a_grown_cache_scores_and_attends_as_one_that_was_large(target: Any) -> 
 
 
 def test_what_a_dead_holder_leaves_is_freed_when_the_pool_is_next_asked() -> None:
-    one = Paged(load_backend("numpy"), CacheSpec(1, 1, 4, 4), EpsConfig.of("rq", tail_tokens=0).store, "cpu")
+    one = Paged(
+        load_backend("numpy"), CacheSpec(1, 1, 4, 4), EpsConfig.of("rq", correction_tokens=0).cache_config, "cpu"
+    )
     first, second = one.open(), one.open()
     one.append([first, second], [20, 20])
     one.num_holders = 2
@@ -121,11 +125,11 @@ class Layers:
     """A two-layer cache of one sequence and queries for both."""
 
     def __init__(self, length: int = 400, **kept: Any) -> None:
-        self.eps = load_backend("numpy")
+        self.backend = load_backend("numpy")
         rng = np.random.default_rng(2)
-        self.paged = Paged(self.eps, CacheSpec(2, 2, 16, 8), RQ.store, "cpu")
+        self.paged = Paged(self.backend, CacheSpec(2, 2, 16, 8), RQ.cache_config, "cpu")
         self.sequence = self.paged.open()
-        self.gated = Gated(self.eps, RQ, Plan((0, 2), {1: "sliding window"}), **kept)
+        self.sparse = SparseAttention(self.backend, RQ, Plan((0, 2), {1: "sliding window"}), **kept)
         self.q = rng.normal(size=(1, 4, 16)).astype(np.float32)
         self.rng = rng
         self.grow(length)
@@ -137,71 +141,71 @@ class Layers:
 
     def step(self, dense: Any = lambda: "dense") -> list[Any]:
         self.grow()
-        where = self.paged.where(self.gated.config, [self.sequence])
-        return [self.gated.attend(self.paged.cache, layer, self.q, where, dense) for layer in range(2)]
+        plan = self.paged.plan(self.sparse.config, [self.sequence])
+        return [self.sparse.attend(self.paged.cache, layer, self.q, plan, dense) for layer in range(2)]
 
 
 def test_counts_are_the_records_sums() -> None:
     one = Layers(keep_records=True, keep_lists=True)
     for _ in range(3):
         assert all(isinstance(out, np.ndarray) for out in one.step())
-    stats = one.gated.stats()
+    stats = one.sparse.stats()
     assert stats["steps"] == stats["rows"] == 3 and stats["fallbacks"] == {}
     assert stats["bytes_kv_dense"] == (401 + 402 + 403) * 2 * 2 * 128
     assert (
         stats["bytes_kv_read"]
-        == stats["groups_visited"] * 2 * 128
-        == sum(len(head) * 256 for step in one.gated.lists for rows in step.values() for row in rows for head in row)
+        == stats["groups_selected"] * 2 * 128
+        == sum(len(head) * 256 for step in one.sparse.lists for rows in step.values() for row in rows for head in row)
     )
     assert 0 < stats["bytes_ratio"] < 0.4
-    assert [r.lengths for r in one.gated.records] == [[401], [402], [403]]
-    one.gated.reset()
-    assert one.gated.stats()["steps"] == 0
+    assert [r.lengths for r in one.sparse.records] == [[401], [402], [403]]
+    one.sparse.reset()
+    assert one.sparse.stats()["steps"] == 0
 
 
 def test_bytes_read_again_are_counted_cache_by_cache() -> None:
     one, other = Layers(), Layers()
-    other.gated = one.gated
+    other.sparse = one.sparse
     for _ in range(20):  # past the last token of a unit, whose keys are then read again
         one.step()
         other.step()
-    assert one.gated.stats()["bytes_k_reread"] == sum(x.paged.cache.bytes_k_reread for x in (one, other)) > 0
+    assert one.sparse.stats()["bytes_k_reread"] == sum(x.paged.cache.bytes_k_reread for x in (one, other)) > 0
 
 
 def test_what_would_be_read_whole_is_the_engines_own_attention() -> None:
     one = Layers(keep_lists=True)
-    one.gated.config = one.gated.config.replace(budget=1.0)
+    one.sparse.config = one.sparse.config.replace(budget=1.0)
     assert one.step() == ["dense", "dense"]
-    stats = one.gated.stats()
-    assert stats["bytes_ratio"] == 1 and stats["fallbacks"] == {} and one.gated.lists == [{0: None, 1: None}]
+    stats = one.sparse.stats()
+    assert stats["bytes_ratio"] == 1 and stats["fallbacks"] == {} and one.sparse.lists == [{0: None, 1: None}]
 
 
 def test_what_the_config_leaves_dense_is_counted_by_reason() -> None:
     one = Layers()
-    one.gated.config = RQ.replace(min_context=402, head_modes=(("dense", "dense"), ("gate", "gate")))
+    one.sparse.config = RQ.replace(min_context=402, head_modes=(("dense", "dense"), ("gate", "gate")))
     for _ in range(3):  # of 401, 402, 403 tokens
         one.step()
-    assert one.gated.stats()["fallbacks"] == {"min_context": 2, "dense_layer": 3}
+    assert one.sparse.stats()["fallbacks"] == {"min_context": 2, "dense_layer": 3}
 
 
 def test_a_fault_of_ours_is_dense_for_that_call_counted_and_loud(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = Layers()
-    real = one.eps.score
+    real = one.backend.score
 
     def broken(cache: Any, layer: int, *rest: Any) -> Any:
         if layer == 1:
             raise RuntimeError("a broken score")
         return real(cache, layer, *rest)
 
-    monkeypatch.setattr(one.eps, "score", broken)
+    monkeypatch.setattr(one.backend, "score", broken)
     with caplog.at_level(logging.ERROR, "eps"):
         for _ in range(2):
             first, second = one.step()
             assert isinstance(first, np.ndarray) and second == "dense"
     assert len(caplog.records) == 1 and "a broken score" in caplog.text
-    stats = one.gated.stats()
+    stats = one.sparse.stats()
     assert stats["fallbacks"] == {"error": 2} and stats["steps"] == 2
     # the failed layer read everything
     assert stats["bytes_kv_read"] > stats["bytes_kv_dense"] // 2
@@ -209,32 +213,32 @@ def test_a_fault_of_ours_is_dense_for_that_call_counted_and_loud(
 
 def test_a_fault_of_the_engines_is_the_engines() -> None:
     one = Layers()
-    one.gated.config = one.gated.config.replace(budget=1.0)
+    one.sparse.config = one.sparse.config.replace(budget=1.0)
 
     def dense() -> Any:
         raise KeyError("the engine's")
 
     with pytest.raises(KeyError, match="the engine's"):
         one.step(dense)
-    assert one.gated.stats()["fallbacks"].get("error") is None
+    assert one.sparse.stats()["fallbacks"].get("error") is None
 
 
 def test_forwards_of_two_caches_in_turn_are_steps_of_their_own() -> None:
     """As of two threads; who asks for the counts meanwhile, or gives a third cache back, disturbs neither."""
     one, other, third = Layers(), Layers(300), Layers(200)
-    other.gated = third.gated = one.gated
+    other.sparse = third.sparse = one.sparse
     third.step()
     for _ in range(3):
         wheres = []
         for each in (one, other):
             each.grow()
-            wheres.append(each.paged.where(each.gated.config, [each.sequence]))
+            wheres.append(each.paged.plan(each.sparse.config, [each.sequence]))
         for layer in range(2):
-            for each, where in zip((one, other), wheres, strict=True):
-                one.gated.attend(each.paged.cache, layer, each.q, where, lambda: "dense")
-                one.gated.stats()
-                one.gated.let_go(third.paged.cache)
-    stats = one.gated.stats()
+            for each, plan in zip((one, other), wheres, strict=True):
+                one.sparse.attend(each.paged.cache, layer, each.q, plan, lambda: "dense")
+                one.sparse.stats()
+                one.sparse.let_go(third.paged.cache)
+    stats = one.sparse.stats()
     assert stats["steps"] == stats["rows"] == 7 and stats["fallbacks"] == {}
     assert stats["bytes_kv_dense"] == (401 + 402 + 403 + 301 + 302 + 303 + 201) * 2 * 2 * 128
 
@@ -242,31 +246,31 @@ def test_forwards_of_two_caches_in_turn_are_steps_of_their_own() -> None:
 def test_a_forward_that_ended_early_is_counted_and_let_go() -> None:
     one = Layers()
     one.grow()
-    where = one.paged.where(one.gated.config, [one.sequence])
-    one.gated.attend(one.paged.cache, 0, one.q, where, lambda: "dense")
-    assert one.gated.stats()["steps"] == 0  # it may go on
-    one.gated.let_go(one.paged.cache)
-    stats = one.gated.stats()
+    plan = one.paged.plan(one.sparse.config, [one.sequence])
+    one.sparse.attend(one.paged.cache, 0, one.q, plan, lambda: "dense")
+    assert one.sparse.stats()["steps"] == 0  # it may go on
+    one.sparse.let_go(one.paged.cache)
+    stats = one.sparse.stats()
     assert stats["steps"] == 1 and stats["fallbacks"] == {"unseen": 1}
 
 
 def test_a_live_change_may_not_change_what_is_kept() -> None:
     one = Layers()
     with pytest.raises(ConfigError, match="start it again"):
-        one.gated.config = EpsConfig.of("box")
+        one.sparse.config = EpsConfig.of("box")
 
 
 def test_metrics_are_a_run_its_steps_and_a_summary(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     one = Layers(metrics=file, audit_every=2)
-    with one.gated:
+    with one.sparse:
         for _ in range(3):
             one.step()
     run, *steps, summary = [json.loads(line) for line in file.read_text().splitlines()]
-    assert run["type"] == "run" and run["layers_gated"] == [0, 2] and run["layers_dense"] == {"1": "sliding window"}
+    assert run["type"] == "run" and run["sparse_layers"] == [0, 2] and run["layers_dense"] == {"1": "sliding window"}
     assert [step["lengths"] for step in steps] == [[401], [402], [403]]
     assert [step["audited"] for step in steps] == [True, False, True]
-    assert steps[0]["mass_skipped_true"] > 0 and steps[1]["mass_skipped_true"] is None
+    assert steps[0]["skipped_mass_true_max"] > 0 and steps[1]["skipped_mass_true_max"] is None
     assert summary["steps"] == 3 and summary["audits"] == 2
 
 
@@ -284,7 +288,7 @@ def test_metrics_that_nobody_closes_are_whole_when_the_process_ends(tmp_path: Pa
 
 def test_the_plan_says_which_layers_are_left_and_why() -> None:
     plan = Plan.of(["sliding window", None, None, "sliding window", "sliding window", "sinks"])
-    assert plan.gated == (1, 2) and plan.places == {1: 0, 2: 1}
+    assert plan.sparse == (1, 2) and plan.places == {1: 0, 2: 1}
     line = plan.line(RQ)
     assert line.startswith("eps: rq") and "gates 2 of 6 layers" in line
     assert line.endswith("left dense: sliding window (0 3-4), sinks (5)")
@@ -292,17 +296,17 @@ def test_the_plan_says_which_layers_are_left_and_why() -> None:
         Plan.of(["sliding window"] * 3)
 
 
-MODES = (("gate", "gate"), ("dense", "gate"), ("gate", "dense"))  # of three layers, two of which are gated
+MODES = (("gate", "gate"), ("dense", "gate"), ("gate", "dense"))  # of three layers, two of which are sparse
 
 
 def test_head_modes_are_those_of_the_gated_layers() -> None:
     plan = Plan((0, 2), {1: "sliding window"})
-    assert plan.of_gated(RQ) is RQ
-    mapped = plan.of_gated(RQ.replace(head_modes=MODES))
-    assert mapped.read.head_modes == (MODES[0], MODES[2]) and plan.of_gated(mapped) is mapped
+    assert plan.of_sparse(RQ) is RQ
+    mapped = plan.of_sparse(RQ.replace(head_modes=MODES))
+    assert mapped.selection_config.head_modes == (MODES[0], MODES[2]) and plan.of_sparse(mapped) is mapped
     with pytest.raises(ConfigError, match="head modes of 4 layers do not fit this model of 3, of which EPS gates 2"):
-        plan.of_gated(RQ.replace(head_modes=(*MODES, MODES[0])))
-    one = Gated(load_backend("numpy"), RQ.replace(head_modes=MODES), plan)
+        plan.of_sparse(RQ.replace(head_modes=(*MODES, MODES[0])))
+    one = SparseAttention(load_backend("numpy"), RQ.replace(head_modes=MODES), plan)
     assert one.config == mapped
     one.config = RQ.replace(head_modes=MODES, budget=0.5)
     assert one.config == mapped.replace(budget=0.5)
@@ -347,7 +351,7 @@ def test_a_wrong_setting_is_one_line(flat: dict[str, Any], words: str) -> None:
 
 
 def test_versions_outside_the_range_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from eps_core.engine import settings
+    from eps_core.integrations import settings
 
     for found, fits in (("0.32.0", True), ("0.32.9+cpu", True), ("0.33.0", False), ("0.31.9", False), (None, False)):
         monkeypatch.setattr(settings, "package_version", lambda package, found=found: found)

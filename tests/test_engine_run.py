@@ -12,7 +12,7 @@ import pytest
 from command import last, outcome
 
 from eps_core.config.eps import EpsConfig
-from eps_core.engine.settings import VERSIONS, Settings
+from eps_core.integrations.settings import VERSIONS, Settings
 from eps_core.load import ENGINES
 from eps_core.models import hub
 
@@ -39,7 +39,7 @@ def test_an_engine_says_and_reads_what_our_own_decoder_does(engine: str, model: 
         assert theirs["eps"][name] == own["eps"][name]
     assert theirs["bytes_ratio"] == own["bytes_ratio"] < 0.5
     run, *steps, summary = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert EpsConfig.from_dict(run["config"]).read.budget == 0.2 and run["layers_gated"] == [0, 1]
+    assert EpsConfig.from_dict(run["config"]).selection_config.budget == 0.2 and run["sparse_layers"] == [0, 1]
     assert [step["type"] for step in steps] == ["step"] * 6
     assert [step["tokens"] for step in steps] == [[token] for token in own["tokens"]]
     assert summary["bytes_ratio"] == own["bytes_ratio"] and summary["dense"]["bytes_ratio"] == 1
@@ -164,7 +164,7 @@ def test_every_engine_has_checked_versions() -> None:
 def test_an_engine_that_is_not_installed_is_one_line(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eps_core.engine import settings
+    from eps_core.integrations import settings
 
     monkeypatch.setattr(settings, "package_version", lambda package: None)
     line = ["run", "--engine", "transformers", "--model", str(model), "--prompt", PROMPT, "--method", "rq"]

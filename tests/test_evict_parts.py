@@ -5,7 +5,7 @@ import pytest
 from evict_heads import FREQUENCIES, D, asked, made
 
 from eps_core.errors import ConfigError
-from eps_core.evict import (
+from eps_core.eviction import (
     keydiff,
     kv_compress,
     kv_compress_full,
@@ -13,12 +13,12 @@ from eps_core.evict import (
     pyramidkv,
     rkv,
 )
-from eps_core.evict.base import Head, Rule, descending, draws, ranked
-from eps_core.evict.keep import Keep
-from eps_core.evict.table import POLICIES, policy
+from eps_core.eviction.base import Head, Rule, descending, draws, ranked
+from eps_core.eviction.config import EvictionConfig
+from eps_core.eviction.table import POLICIES, policy
 
-RULE = Rule(first_tokens=2, last_tokens=5)
-FREE = Rule(first_tokens=0, last_tokens=0)
+RULE = Rule(num_sink_tokens=2, num_recent_tokens=5)
+FREE = Rule(num_sink_tokens=0, num_recent_tokens=0)
 
 
 def bare(rows: int, **statistics: np.ndarray) -> Head:
@@ -58,19 +58,19 @@ def test_the_table_names_all_and_refuses_others_in_one_line() -> None:
     assert "\n" not in str(error.value) and all(name in str(error.value) for name in POLICIES)
 
 
-@pytest.mark.parametrize("name", ["first_tokens", "last_tokens", "seed"])
+@pytest.mark.parametrize("name", ["num_sink_tokens", "num_recent_tokens", "seed"])
 def test_a_negative_rule_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=name.replace("_", "-")):
+    with pytest.raises(ConfigError, match=name.removeprefix("num_").replace("_", "-")):
         Rule(**{name: -1})
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_facts_say_their_source_and_uneven_ones_alone_differ(name: str) -> None:
-    facts = POLICIES[name].FACTS
-    assert facts.source and (facts.at_prefill or facts.while_decoding)
+    method_spec = POLICIES[name].SPEC
+    assert method_spec.source and (method_spec.at_prefill or method_spec.while_decoding)
     kept = POLICIES[name].keep(asked(made(rows=60, layers=3, seed=6), POLICIES[name]), 40, RULE)
     sizes = {len(rows) for heads in kept for rows in heads}
-    assert (len(sizes) > 1) == facts.uneven
+    assert (len(sizes) > 1) == method_spec.uneven
 
 
 DEFAULTS = {
@@ -85,9 +85,9 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_the_window_and_the_pinned_rows_are_those_of_the_source(name: str) -> None:
-    keep = Keep(name, 0.5)
-    assert (keep.facts.window, keep.rule(1000).last_tokens) == DEFAULTS[name]
-    assert Keep(name, 0.5, last_tokens=7).rule(1000).last_tokens == 7
+    keep = EvictionConfig(name, 0.5)
+    assert (keep.method_spec.window, keep.rule(1000).num_recent_tokens) == DEFAULTS[name]
+    assert EvictionConfig(name, 0.5, num_recent_tokens=7).rule(1000).num_recent_tokens == 7
 
 
 # ----------------------------------------------------------------------------------------------------- policy by policy

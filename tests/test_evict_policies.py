@@ -9,12 +9,12 @@ import pytest
 from evict_formulas import expected, logdet_head, pins
 from evict_heads import asked, coarse, made, ragged
 
-from eps_core.evict import adakv, base, infinigen, logdet, nacl
-from eps_core.evict.base import Head, Kept, Rule
-from eps_core.evict.table import POLICIES
+from eps_core.eviction import adakv, base, infinigen, logdet, nacl
+from eps_core.eviction.base import Head, Kept, Rule
+from eps_core.eviction.table import POLICIES
 
-Keep = Callable[[list[list[Head]], int, Rule], Kept]
-RULE = Rule(first_tokens=3, last_tokens=6, seed=5)
+EvictionConfig = Callable[[list[list[Head]], int, Rule], Kept]
+RULE = Rule(num_sink_tokens=3, num_recent_tokens=6, seed=5)
 SAME_ROWS = ("tova", "triattention", "epikv")  # keep the same rows of several heads
 THIN = np.sort(np.random.default_rng(1).choice(70, 45, replace=False))  # what earlier evictions left of 70 tokens
 MIXED = np.random.default_rng(2).permutation(THIN)  # .. and holes were filled
@@ -36,7 +36,7 @@ INPUTS: dict[str, Callable[[], list[list[Head]]]] = {
 }
 
 
-def check(name: str, keep: Keep, layers: list[list[Head]], budget: int, rule: Rule) -> None:
+def check(name: str, keep: EvictionConfig, layers: list[list[Head]], budget: int, rule: Rule) -> None:
     """A policy's answer is well-formed, of the exact size, keeps what is pinned, and is what its formula says."""
     policy = POLICIES[name]
     layers = asked(layers, policy)
@@ -49,7 +49,7 @@ def check(name: str, keep: Keep, layers: list[list[Head]], budget: int, rule: Ru
         first = pins(head, rule)[: min(budget, head.rows)]
         assert set(first) <= set(rows.tolist()), "a pinned row is gone"
     sizes, there = [len(rows) for _, rows in pairs], [head.rows for head, _ in pairs]
-    if policy.FACTS.uneven:
+    if policy.SPEC.uneven:
         together = len(layers[0]) if name == "adakv" else len(pairs)  # heads of a layer, or of all
         for at in range(0, len(pairs), together):
             some = slice(at, at + together)
@@ -101,23 +101,23 @@ def test_a_statistic_that_was_not_gathered_is_an_error(name: str) -> None:
 # ---------------------------------------------------------------------------------- tests of the tests: these must fail
 
 
-def forgets_the_window(policy: ModuleType) -> Keep:
-    return lambda layers, budget, rule: policy.keep(layers, budget, Rule(rule.first_tokens, 0, rule.seed))
+def forgets_the_window(policy: ModuleType) -> EvictionConfig:
+    return lambda layers, budget, rule: policy.keep(layers, budget, Rule(rule.num_sink_tokens, 0, rule.seed))
 
 
-def forgets_the_sinks(policy: ModuleType) -> Keep:
-    return lambda layers, budget, rule: policy.keep(layers, budget, Rule(0, rule.last_tokens, rule.seed))
+def forgets_the_sinks(policy: ModuleType) -> EvictionConfig:
+    return lambda layers, budget, rule: policy.keep(layers, budget, Rule(0, rule.num_recent_tokens, rule.seed))
 
 
-def keeps_one_too_few(policy: ModuleType) -> Keep:
+def keeps_one_too_few(policy: ModuleType) -> EvictionConfig:
     return lambda layers, budget, rule: [[rows[:-1] for rows in heads] for heads in policy.keep(layers, budget, rule)]
 
 
-def swaps_the_heads(policy: ModuleType) -> Keep:
+def swaps_the_heads(policy: ModuleType) -> EvictionConfig:
     return lambda layers, budget, rule: [heads[::-1] for heads in policy.keep(layers, budget, rule)]
 
 
-def keeps_the_newest(policy: ModuleType) -> Keep:
+def keeps_the_newest(policy: ModuleType) -> EvictionConfig:
     return lambda layers, budget, rule: [
         [np.arange(max(head.rows - budget, 0), head.rows) for head in heads] for heads in layers
     ]
@@ -130,7 +130,7 @@ WRONG_POLICIES = [(name, wrong) for name in POLICIES for wrong in WRONG if (name
 
 
 @pytest.mark.parametrize("name, wrong", WRONG_POLICIES, ids=lambda x: getattr(x, "__name__", x))
-def test_a_wrong_policy_fails(name: str, wrong: Callable[[ModuleType], Keep]) -> None:
+def test_a_wrong_policy_fails(name: str, wrong: Callable[[ModuleType], EvictionConfig]) -> None:
     # scores may happen to keep what is pinned (sums favour the first rows): one of these inputs tells
     failed = 0
     for which in ("random", "uniform weights", "few keys"):

@@ -3,31 +3,35 @@
 from pathlib import Path
 
 from eps_core.cli.main import cli
-from eps_core.evict.base import Facts
-from eps_core.evict.table import POLICIES
+from eps_core.eviction.base import MethodSpec
+from eps_core.eviction.table import POLICIES
 
 PAGE = Path(__file__).parent.parent / "eps_core" / "README.md"
 
 
-def line(name: str, facts: Facts) -> str:
-    newest = f"{facts.last_tokens:g}" if facts.last_tokens >= 1 else f"{facts.last_tokens:g} of the budget"
-    return f"| `{name}` | {facts.source} | {facts.window or '-'} | {newest} | {facts.deviations} |"
+def line(name: str, method_spec: MethodSpec) -> str:
+    newest = (
+        f"{method_spec.num_recent_tokens:g}"
+        if method_spec.num_recent_tokens >= 1
+        else f"{method_spec.num_recent_tokens:g} of the budget"
+    )
+    return f"| `{name}` | {method_spec.source} | {method_spec.window or '-'} | {newest} | {method_spec.deviations} |"
 
 
 def test_every_policy_has_its_line() -> None:
-    wanted = [line(name, module.FACTS) for name, module in POLICIES.items()]
+    wanted = [line(name, module.SPEC) for name, module in POLICIES.items()]
     text = PAGE.read_text()
     assert "\n".join(wanted) in text, "\n".join(wanted)
 
 
 def test_deviations_are_not_hidden_in_the_source() -> None:
     for name, module in POLICIES.items():
-        assert module.FACTS.deviations and "\n" not in module.FACTS.deviations, name
-        assert "reconstruction" not in module.FACTS.source, name
+        assert module.SPEC.deviations and "\n" not in module.SPEC.deviations, name
+        assert "reconstruction" not in module.SPEC.source, name
 
 
 def test_the_flag_names_every_default_that_is_not_32() -> None:
-    (flag,) = [param for param in cli.commands["run"].params if "--kv-last-tokens" in param.opts]
+    (flag,) = [param for param in cli.commands["run"].params if "--kv-recent-tokens" in param.opts]
     for name, module in POLICIES.items():
-        if module.FACTS.last_tokens != 32:
+        if module.SPEC.num_recent_tokens != 32:
             assert name in flag.help, name

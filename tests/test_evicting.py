@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tiny_models
 
+from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import Store
 from eps_core.decode.evicting import evicting
 from eps_core.decode.observe import Observed
 from eps_core.decode.sampling import Sampling
@@ -20,19 +20,19 @@ from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import Document, decode
-from eps_core.evict import table
-from eps_core.evict.base import Facts, Head, Rule
-from eps_core.evict.keep import Keep
+from eps_core.eviction import table
+from eps_core.eviction.base import Head, MethodSpec, Rule
+from eps_core.eviction.config import EvictionConfig
+from eps_core.kv_cache.heads import HeadPools
 from eps_core.load import backend_name
 from eps_core.models.rope import inverse_frequencies
-from eps_core.paging.heads import HeadPools
 
-EVERYTHING = Facts(
+EVERYTHING = MethodSpec(
     "all that can be asked for", window=5, sums=True, squares=True, buffer=3, keys=True, queries=True,
     query_moments=True,
 )  # fmt: skip
 LENGTHS = (70, 33)
-RULE = {"first_tokens": 2, "last_tokens": 6}
+RULE = {"num_sink_tokens": 2, "num_recent_tokens": 6}
 
 
 def prompts() -> list[list[int]]:
@@ -42,7 +42,7 @@ def prompts() -> list[list[int]]:
 class Judge:
     """One sequence, decoded from the formulas: all K and V are here, `kept[l][h]` says which positions a head sees."""
 
-    def __init__(self, session: Session, keep: Keep) -> None:
+    def __init__(self, session: Session, keep: EvictionConfig) -> None:
         self.model, self.spec, self.keep = session.decoder.model, session.spec, keep
         layers = range(self.spec.num_layers)
         self.k: list[list[np.ndarray]] = [[] for _ in layers]
@@ -53,7 +53,7 @@ class Judge:
         self.sums: list[list[dict[int, np.ndarray]]] = [[{} for _ in range(self.spec.num_kv_heads)] for _ in layers]
         self.squares: list[list[dict[int, np.ndarray]]] = [[{} for _ in range(self.spec.num_kv_heads)] for _ in layers]
         self.length = self.budget = self.prompt = 0
-        self.buffer = keep.facts.buffer
+        self.buffer = keep.method_spec.buffer
 
     def feed(self, token: int) -> np.ndarray:
         """Logits [V] after one more token."""
@@ -85,13 +85,15 @@ class Judge:
         mass = np.exp(logits - logits.max())
         return mass / mass.sum()
 
-    def heads(self, facts: Facts) -> list[list[Head]]:
-        return [[self.head(layer, h, facts) for h in range(self.spec.num_kv_heads)] for layer in range(len(self.k))]
+    def heads(self, method_spec: MethodSpec) -> list[list[Head]]:
+        return [
+            [self.head(layer, h, method_spec) for h in range(self.spec.num_kv_heads)] for layer in range(len(self.k))
+        ]
 
-    def head(self, layer: int, head: int, facts: Facts) -> Head:
+    def head(self, layer: int, head: int, method_spec: MethodSpec) -> Head:
         seen, repeat = self.kept[layer][head], self.spec.num_heads // self.spec.num_kv_heads
         own, half = slice(head * repeat, (head + 1) * repeat), self.spec.head_dim // 2
-        window = np.zeros((repeat, min(facts.window, self.length), len(seen)))
+        window = np.zeros((repeat, min(method_spec.window, self.length), len(seen)))
         for w in range(window.shape[1]):
             position = self.length - window.shape[1] + w
             before = [p for p in seen if p <= position]
@@ -113,27 +115,27 @@ class Judge:
         )  # fmt: skip
 
     def evict(self) -> None:
-        rule, facts = self.keep.rule(self.budget), self.keep.facts
-        rows = table.policy(self.keep.policy).keep(self.heads(facts), self.budget, rule)
+        rule, method_spec = self.keep.rule(self.budget), self.keep.method_spec
+        rows = table.policy(self.keep.policy).keep(self.heads(method_spec), self.budget, rule)
         self.kept = [
             [[seen[int(i)] for i in rows[layer][head]] for head, seen in enumerate(heads)]
             for layer, heads in enumerate(self.kept)
         ]
 
-    def run(self, prompt: list[int], forced: list[int]) -> list[np.ndarray]:
+    def run(self, prompt: list[int], always_selected: list[int]) -> list[np.ndarray]:
         """Logits after each of the prompt's last token and `forced`."""
         for token in prompt[:-1]:
             self.feed(token)
         self.budget, self.prompt = self.keep.rows(self.length), len(prompt)
-        if self.length and self.keep.facts.at_prefill:
+        if self.length and self.keep.method_spec.at_prefill:
             self.evict()
         found = []
-        for token in [prompt[-1], *forced]:
+        for token in [prompt[-1], *always_selected]:
             found.append(self.feed(token))
             rows = [len(seen) for layer in self.kept for seen in layer]
             if (
                 self.keep.every
-                and self.keep.facts.while_decoding
+                and self.keep.method_spec.while_decoding
                 and sum(rows) >= len(rows) * (self.budget + self.keep.every)
             ):
                 self.evict()
@@ -143,19 +145,21 @@ class Judge:
 FORCED = [[5, 9, 200, 31, 7, 77, 120, 4, 18, 260, 9, 9], [8, 1, 99, 250, 13, 40, 2, 6, 71, 5, 5, 211]]
 
 
-def evicted(session: Session, keep: Keep, config: EpsConfig, **more: Any) -> tuple[list[Any], Any, HeadPools, list]:
+def evicted(
+    session: Session, keep: EvictionConfig, config: EpsConfig, **more: Any
+) -> tuple[list[Any], Any, HeadPools, list]:
     """(records, cache, pools, sequences) of both prompts along FORCED, prefilled in chunks."""
-    decoder, cache, pools = evicting(session, keep, config.store, LENGTHS, len(FORCED[0]) + 1)
+    decoder, cache, pools = evicting(session, keep, config.cache_config, LENGTHS, len(FORCED[0]) + 1)
     sequences = []
     for prompt in prompts():
-        observed = Observed(session.backend, session.spec, keep.facts)
+        observed = Observed(session.backend, session.spec, keep.method_spec)
         prefix = session.prefix(prompt[:-1], 19, observed)
         sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
         sequences.append(sequence)
     documents = [Document(prompt, len(f) + 1, f) for prompt, f in zip(prompts(), FORCED, strict=True)]
     outcome, cache = decode(
-        session, cache, pools, documents, config.read if config.store.enabled else None, decoder=decoder,
-        written=sequences, keep_logits=True, **more,
+        session, cache, pools, documents, config.selection_config if config.cache_config.enabled else None,
+        decoder=decoder, written=sequences, keep_logits=True, **more,
     )  # fmt: skip
     pools.check()
     return outcome.records, cache, pools, sequences
@@ -167,14 +171,14 @@ def opened(target: tuple, model: Path, **settings: Any) -> Session:
 
 
 FILLED = ("h2o", "keydiff", "rswa", "kv-compress-full")
-USUAL = [name for name, module in table.POLICIES.items() if not module.FACTS.future]
+USUAL = [name for name, module in table.POLICIES.items() if not module.SPEC.future]
 
 
 @pytest.mark.parametrize("name", USUAL)
 def test_every_policy_decodes_what_a_judge_with_masks_does(model: Path, name: str) -> None:
     session = Session.open(model, "numpy")
-    share = 7.0 if table.policy(name).FACTS.prompt else 0.4  # of generated tokens
-    keep = Keep(name, share, 5, compact="fill" if name in FILLED else "repack", **RULE)
+    share = 7.0 if table.policy(name).SPEC.prompt else 0.4  # of generated tokens
+    keep = EvictionConfig(name, share, 5, compact="fill" if name in FILLED else "repack", **RULE)
     records, _, _, sequences = evicted(session, keep, EpsConfig())
     heads = session.spec.num_layers * session.spec.num_kv_heads
     for index, prompt in enumerate(prompts()):
@@ -186,19 +190,19 @@ def test_every_policy_decodes_what_a_judge_with_masks_does(model: Path, name: st
                 assert sorted(positions.tolist()) == judge.kept[layer][head]
         rows = [len(seen) for layer in judge.kept for seen in layer]
         assert heads * keep.rows(len(prompt) - 1) <= sum(rows) <= heads * (keep.rows(len(prompt) - 1) + 13)
-    if table.policy(name).FACTS.while_decoding:
+    if table.policy(name).SPEC.while_decoding:
         assert sum(r.rows_moved for r in records) > 0
 
 
 def test_what_is_observed_is_what_happened(target, model: Path) -> None:
     session = opened(target, model)
-    judge, (prompt, _) = Judge(Session.open(model, "numpy"), Keep("streaming", 0.5)), prompts()
+    judge, (prompt, _) = Judge(Session.open(model, "numpy"), EvictionConfig("streaming", 0.5)), prompts()
     judge.buffer = EVERYTHING.buffer
     for token in prompt:
         judge.feed(token)
     observed = Observed(session.backend, session.spec, EVERYTHING)
     prefix = session.prefix(prompt, 19, observed)
-    decoder, cache, _ = evicting(session, Keep("streaming", 1.0), EpsConfig().store, [len(prompt)], 1)
+    decoder, cache, _ = evicting(session, EvictionConfig("streaming", 1.0), EpsConfig().cache_config, [len(prompt)], 1)
     rows = np.arange(len(prompt))
     for layer, want in enumerate(judge.heads(EVERYTHING)):
         for head, one in enumerate(want):
@@ -211,7 +215,7 @@ def test_what_is_observed_is_what_happened(target, model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "random", "rkv", "keydiff", "logdet", "triattention", "adakv"])
 def test_backends_keep_the_same_rows_and_say_the_same(target, model: Path, name: str) -> None:
-    keep = Keep(name, 0.5, 4, **RULE)
+    keep = EvictionConfig(name, 0.5, 4, **RULE)
     want, _, _, plain = evicted(Session.open(model, "numpy"), keep, EpsConfig())
     got, _, _, mine = evicted(opened(target, model), keep, EpsConfig())
     for one, other in zip(plain, mine, strict=True):
@@ -229,8 +233,8 @@ def test_backends_keep_the_same_rows_and_say_the_same(target, model: Path, name:
 @pytest.mark.parametrize("method", ["box", "rq"])
 def test_eps_over_what_is_left(target, model: Path, method: str) -> None:
     """Reading every group is the dense step; reading few counts few, of the rows that are kept."""
-    session, small = opened(target, model), {"first_tokens": 2, "last_tokens": 4}
-    keep = Keep("snapkv", 0.5, **RULE)
+    session, small = opened(target, model), {"num_sink_tokens": 2, "num_recent_tokens": 4}
+    keep = EvictionConfig("snapkv", 0.5, **RULE)
     dense, _, _, _ = evicted(session, keep, EpsConfig())
     config = EpsConfig.of(method=method, budget=1.0, **small)
     whole, _, _, _ = evicted(session, keep, config)
@@ -239,7 +243,7 @@ def test_eps_over_what_is_left(target, model: Path, method: str) -> None:
         assert a.bytes_kv_read_est == b.bytes_kv_read_est == a.bytes_kv_kept < a.bytes_kv_dense
     small |= {"mean_tokens": 32} if method == "rq" else {}
     few, cache, _, sequences = evicted(session, keep, EpsConfig.of(method=method, budget=0.3, **small))
-    spec, size = session.spec, cache.store.S
+    spec, size = session.spec, cache.cache_config.S
     for record in few:
         assert record.pages_visited < record.pages_total
         assert record.bytes_kv_read_est == record.pages_visited * size * cache.spec.kv_token_bytes
@@ -250,7 +254,7 @@ def test_eps_over_what_is_left(target, model: Path, method: str) -> None:
 
 
 def test_rswa_reads_the_mask_and_moves_a_row_a_step(model: Path) -> None:
-    keep = Keep("rswa", 6.0, 1, compact="fill", **RULE)
+    keep = EvictionConfig("rswa", 6.0, 1, compact="fill", **RULE)
     records, _, _, sequences = evicted(Session.open(model, "numpy"), keep, EpsConfig())
     heads = sum(len(layer) for layer in sequences[0].heads)
     for prompt, sequence in zip(prompts(), sequences, strict=True):
@@ -259,9 +263,9 @@ def test_rswa_reads_the_mask_and_moves_a_row_a_step(model: Path) -> None:
         assert all(set(held.tolist()) == mask for layer in sequence.positions for held in layer)
     # a ring: each new row is the one that the oldest leaves its place to
     assert [r.rows_moved for r in records] == [0] * 7 + [len(LENGTHS) * heads] * 6
-    assert Keep("rswa", 128.0).rows(69) == 70 + 128
+    assert EvictionConfig("rswa", 128.0).rows(69) == 70 + 128
     with pytest.raises(ConfigError, match="of which rswa keeps all: give a number of generated"):
-        Keep("rswa", 0.5)
+        EvictionConfig("rswa", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -274,15 +278,15 @@ def test_rswa_reads_the_mask_and_moves_a_row_a_step(model: Path) -> None:
     ],
 )  # fmt: skip
 def test_rows_that_a_head_ever_holds(name: str, share: float, every: int, most: int) -> None:
-    assert Keep(name, share, every).most_rows(1000, 4000) == most
+    assert EvictionConfig(name, share, every).most_rows(1000, 4000) == most
 
 
 def test_a_long_text_stays_in_the_pages_of_what_is_kept(model: Path) -> None:
-    session, keep = Session.open(model, "numpy"), Keep("streaming", 20.0, 8, **RULE)
+    session, keep = Session.open(model, "numpy"), EvictionConfig("streaming", 20.0, 8, **RULE)
     prompt, said = prompts()[0], (prompts()[1] * 5)[:150]
-    decoder, cache, pools = evicting(session, keep, Store(block_size=16), [len(prompt)], 151)
+    decoder, cache, pools = evicting(session, keep, CacheConfig(block_size=16), [len(prompt)], 151)
     assert {pool.num_units for pool in pools.pools} == {2 * session.spec.num_kv_heads}
-    observed = Observed(session.backend, session.spec, keep.facts)
+    observed = Observed(session.backend, session.spec, keep.method_spec)
     prefix = session.prefix(prompt[:-1], observed=observed)
     sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
     document = Document(prompt, 151, said)
@@ -294,9 +298,9 @@ def test_a_long_text_stays_in_the_pages_of_what_is_kept(model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "rkv", "keydiff", "kv-compress", "kv-compress-full"])
 def test_a_long_text_after_one_token_keeps_what_is_never_let_go(model: Path, name: str) -> None:
-    session, keep = Session.open(model, "numpy"), Keep(name, 0.5, 3, **RULE)
-    decoder, cache, pools = evicting(session, keep, EpsConfig().store, [1], 30)
-    observed = Observed(session.backend, session.spec, keep.facts)
+    session, keep = Session.open(model, "numpy"), EvictionConfig(name, 0.5, 3, **RULE)
+    decoder, cache, pools = evicting(session, keep, EpsConfig().cache_config, [1], 30)
+    observed = Observed(session.backend, session.spec, keep.method_spec)
     sequence, cache = decoder.adopt(cache, session.prefix([], observed=observed).keys_values, 0, observed)
     document = Document([7], 30, prompts()[0][:29])
     outcome, _ = decode(session, cache, pools, [document], None, decoder=decoder, written=[sequence], keep_logits=True)
@@ -313,53 +317,55 @@ def test_a_long_text_after_one_token_keeps_what_is_never_let_go(model: Path, nam
 def test_what_a_policy_reads_for_its_statistics_is_counted(model: Path) -> None:
     session, config = (
         Session.open(model, "numpy"),
-        EpsConfig.of(method="box", budget=0.3, first_tokens=2, last_tokens=4),
+        EpsConfig.of(method="box", budget=0.3, num_sink_tokens=2, num_recent_tokens=4),
     )
-    plain, _, _, _ = evicted(session, Keep("streaming", 0.5, **RULE), config)
-    weighed, cache, _, _ = evicted(session, Keep("h2o", 0.5, **RULE), config)
+    plain, _, _, _ = evicted(session, EvictionConfig("streaming", 0.5, **RULE), config)
+    weighed, cache, _, _ = evicted(session, EvictionConfig("h2o", 0.5, **RULE), config)
     for a, b in zip(plain, weighed, strict=True):
-        tiles = b.pages_visited * cache.store.S * cache.spec.kv_token_bytes
+        tiles = b.pages_visited * cache.cache_config.S * cache.spec.kv_token_bytes
         rows = b.bytes_kv_kept // cache.spec.kv_token_bytes
         assert b.bytes_kv_read_est == tiles + rows * cache.spec.k_token_bytes
-        assert a.bytes_kv_read_est == a.pages_visited * cache.store.S * cache.spec.kv_token_bytes
+        assert a.bytes_kv_read_est == a.pages_visited * cache.cache_config.S * cache.spec.kv_token_bytes
 
 
-@pytest.mark.parametrize("keep", [Keep("h2o", 0.5, 3, **RULE), Keep("rswa", 6.0, 3, **RULE)], ids=["h2o", "rswa"])
-def test_a_fork_goes_its_own_way(target, model: Path, keep: Keep) -> None:
+@pytest.mark.parametrize(
+    "keep", [EvictionConfig("h2o", 0.5, 3, **RULE), EvictionConfig("rswa", 6.0, 3, **RULE)], ids=["h2o", "rswa"]
+)
+def test_a_fork_goes_its_own_way(target, model: Path, keep: EvictionConfig) -> None:
     """Two continuations of one prompt, one forked from the other, say what each says alone."""
     session = opened(target, model)
     prompt, shape = prompts()[0], ([len(prompts()[0])] * 3, 14)
-    decoder, cache, pools = evicting(session, keep, EpsConfig().store, *shape)
-    observed = Observed(session.backend, session.spec, keep.facts)
+    decoder, cache, pools = evicting(session, keep, EpsConfig().cache_config, *shape)
+    observed = Observed(session.backend, session.spec, keep.method_spec)
     prefix = session.prefix(prompt[:-1], observed=observed)
     first, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
     second, cache = decoder.fork(cache, first)
-    documents = [Document(prompt, 13, forced) for forced in FORCED]
+    documents = [Document(prompt, 13, always_selected) for always_selected in FORCED]
     both, cache = decode(
         session, cache, pools, documents, None, decoder=decoder, written=[first, second], keep_logits=True
     )
     pools.check()
-    for index, forced in enumerate(FORCED):
-        alone, others, its_pools = evicting(session, keep, EpsConfig().store, *shape)
+    for index, always_selected in enumerate(FORCED):
+        alone, others, its_pools = evicting(session, keep, EpsConfig().cache_config, *shape)
         one, others = alone.adopt(others, prefix.keys_values, len(prompt) - 1, observed_anew(session, keep, prompt))
         want, _ = decode(
-            session, others, its_pools, [Document(prompt, 13, forced)], None, decoder=alone, written=[one],
+            session, others, its_pools, [Document(prompt, 13, always_selected)], None, decoder=alone, written=[one],
             keep_logits=True,
         )  # fmt: skip
         for a, b in zip(both.records, want.records, strict=True):
             np.testing.assert_allclose(a.logits[index], b.logits[0], rtol=0, atol=1e-3)
 
 
-def observed_anew(session: Session, keep: Keep, prompt: list[int]) -> Observed:
-    observed = Observed(session.backend, session.spec, keep.facts)
+def observed_anew(session: Session, keep: EvictionConfig, prompt: list[int]) -> Observed:
+    observed = Observed(session.backend, session.spec, keep.method_spec)
     session.prefix(prompt[:-1], observed=observed)
     return observed
 
 
 def test_a_policy_of_the_future_is_refused_where_nobody_knows_it(model: Path) -> None:
-    session, keep = Session.open(model, "numpy"), Keep("oracle", 0.5)
-    decoder, cache, _ = evicting(session, keep, EpsConfig().store, [10], 1)
-    observed = Observed(session.backend, session.spec, keep.facts)
+    session, keep = Session.open(model, "numpy"), EvictionConfig("oracle", 0.5)
+    decoder, cache, _ = evicting(session, keep, EpsConfig().cache_config, [10], 1)
+    observed = Observed(session.backend, session.spec, keep.method_spec)
     prefix = session.prefix(prompts()[0][:9], observed=observed)
     with pytest.raises(ConfigError, match="which an evaluation alone knows"):
         decoder.adopt(cache, prefix.keys_values, 9, observed)
@@ -368,15 +374,15 @@ def test_a_policy_of_the_future_is_refused_where_nobody_knows_it(model: Path) ->
 
 def test_certificates_hold_over_what_is_left(target, model: Path) -> None:
     """The bound of what was left unread is of the rows that are kept: checked against reading them all."""
-    session, keep = opened(target, model), Keep("snapkv", 0.6, **RULE)
-    config = EpsConfig.of(method="box", group_tokens=4, budget=0.4, first_tokens=2, last_tokens=4)
+    session, keep = opened(target, model), EvictionConfig("snapkv", 0.6, **RULE)
+    config = EpsConfig.of(method="box", group_size=4, budget=0.4, num_sink_tokens=2, num_recent_tokens=4)
     strict = config.replace(strict=True, epsilon=0.05)
     loose, _, _, _ = evicted(session, keep, config)
     tight, _, _, _ = evicted(session, keep, strict)
     dense, _, _, _ = evicted(session, keep, EpsConfig())
     far = [np.abs(a.logits - b.logits).max() for a, b in zip(loose, dense, strict=True)]
     near = [np.abs(a.logits - b.logits).max() for a, b in zip(tight, dense, strict=True)]
-    assert max(r.mass_skipped_cert for r in tight) <= 0.05 + 1e-6 < max(r.mass_skipped_cert for r in loose)
+    assert max(r.skipped_mass_bound_max for r in tight) <= 0.05 + 1e-6 < max(r.skipped_mass_bound_max for r in loose)
     assert np.mean(near) < np.mean(far)
 
 
@@ -390,21 +396,21 @@ def test_certificates_hold_over_what_is_left(target, model: Path) -> None:
         ({"policy": "snapkv", "share": 0.0}, "kv-keep 0.0 keeps nothing"),
         ({"policy": "snapkv", "share": 2.5}, "kv-keep 2.5 is neither a share up to 1 nor a whole number"),
         ({"policy": "snapkv", "every": -1}, "kv-every -1 is negative"),
-        ({"policy": "snapkv", "last_tokens": 0}, "kv-last-tokens 0 would let a head go empty"),
-        ({"policy": "snapkv", "first_tokens": -1}, "first-tokens -1 of an eviction must be 0 or more"),
+        ({"policy": "snapkv", "num_recent_tokens": 0}, "kv-recent-tokens 0 would let a head go empty"),
+        ({"policy": "snapkv", "num_sink_tokens": -1}, "sink-tokens -1 of an eviction must be 0 or more"),
         ({"policy": "snapkv", "compact": "sort"}, "kv-compact 'sort' is unknown"),
     ],
 )
 def test_bad_settings_are_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        Keep(**settings)
+        EvictionConfig(**settings)
     assert "\n" not in str(error.value)
 
 
 def test_a_union_of_heads_that_hold_other_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match="eps-scope union"):
-        Keep("snapkv", 0.5).check(EpsConfig.of(method="rq", scope="union"))
-    Keep().check(EpsConfig.of(method="rq", scope="union"))
+        EvictionConfig("snapkv", 0.5).check(EpsConfig.of(method="rq", scope="union"))
+    EvictionConfig().check(EpsConfig.of(method="rq", scope="union"))
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
@@ -413,8 +419,8 @@ def test_moved_rows_are_the_same_codes_and_their_summaries_follow(target, model:
     backend, device = target
     session = Session.open(str(model), backend_name(backend), device, "float32", kv_dtype, "arrays", kv_bits=(8, 4))
     rng, spec = np.random.default_rng(0), session.spec
-    config = EpsConfig.of(method="box", group_tokens=4)
-    cache, pool = session.cache(config.store, 128)
+    config = EpsConfig.of(method="box", group_size=4)
+    cache, pool = session.cache(config.cache_config, 128)
     sequence, _ = pool.open()
     slots, _ = pool.append(sequence, [0] * 128)
     (table,) = pool.table([sequence])
@@ -429,14 +435,16 @@ def test_moved_rows_are_the_same_codes_and_their_summaries_follow(target, model:
     before = [to_numpy(array) for one in (cache.k[0], cache.v[0]) for array in (one.codes, one.scale)]
     cache = session.backend.move_kv(cache, 0, slots[:64][order], slots[64:])
     after = [to_numpy(array) for one in (cache.k[0], cache.v[0]) for array in (one.codes, one.scale)]
-    (unit, at), (to, there) = (np.divmod(some, config.store.unit_tokens) for some in (slots[:64][order], slots[64:]))
+    (unit, at), (to, there) = (
+        np.divmod(some, config.cache_config.unit_tokens) for some in (slots[:64][order], slots[64:])
+    )
     for was, now in zip(before, after, strict=True):
         np.testing.assert_array_equal(now[to, :, there], was[unit, :, at])
     rows = session.backend.read_kv(cache, 0, table, 128)
     keys = to_numpy(rows[0]).astype(np.float32)
     np.testing.assert_array_equal(keys[64:], keys[:64][order])
     groups = keys[64:].reshape(16, 4, spec.num_kv_heads, -1)
-    units = table[64 // config.store.unit_tokens :]
+    units = table[64 // config.cache_config.unit_tokens :]
     low, scale = (to_numpy(cache.summaries[0][name])[units].astype(np.float32) for name in ("lo", "scale"))
     low = (low * scale[..., None]).swapaxes(1, 2).reshape(16, spec.num_kv_heads, -1)
     step = scale.swapaxes(1, 2).reshape(16, spec.num_kv_heads, 1)
@@ -444,19 +452,19 @@ def test_moved_rows_are_the_same_codes_and_their_summaries_follow(target, model:
 
 
 def test_rows_of_a_prompt() -> None:
-    assert Keep("snapkv", 0.25).rows(1001) == 251 and Keep("snapkv", 64.0).rows(1000) == 64
-    # what is never let go stays, however short the prompt that a long text follows
-    assert Keep("snapkv", 0.25).rows(10) == Keep("snapkv", 8.0).rows(1000) == 4 + 32
-    assert Rule(4, 32) == Keep("snapkv").rule(100)
+    assert EvictionConfig("snapkv", 0.25).rows(1001) == 251 and EvictionConfig("snapkv", 64.0).rows(1000) == 64
+    # what is never evicted stays, however short the prompt that a long text follows
+    assert EvictionConfig("snapkv", 0.25).rows(10) == EvictionConfig("snapkv", 8.0).rows(1000) == 4 + 32
+    assert Rule(4, 32) == EvictionConfig("snapkv").rule(100)
     # half of them are the newest, whose other half has room for the first ones
-    assert Keep("h2o", 0.25).rows(10) == 8 and Keep("h2o", 0.25).rule(8) == Rule(4, 4)
+    assert EvictionConfig("h2o", 0.25).rows(10) == 8 and EvictionConfig("h2o", 0.25).rule(8) == Rule(4, 4)
 
 
 def test_metrics_name_the_cache_of_what_is_left(model: Path, tmp_path: Path) -> None:
     request = RunRequest(
-        EpsConfig.of(method="rq", first_tokens=2, last_tokens=4, budget=0.3), Sampling(), "numpy", "cpu", model,
-        ("It was a dark and stormy night; the rain fell in torrents. " * 3,), 4, "float32",
-        keep=Keep("keydiff", 0.5, 4, **RULE), metrics=tmp_path / "m.jsonl",
+        EpsConfig.of(method="rq", num_sink_tokens=2, num_recent_tokens=4, budget=0.3), Sampling(), "numpy", "cpu",
+        model, ("It was a dark and stormy night; the rain fell in torrents. " * 3,), 4, "float32",
+        keep=EvictionConfig("keydiff", 0.5, 4, **RULE), metrics=tmp_path / "m.jsonl",
     )  # fmt: skip
     compare.run(request, io.StringIO())
     run = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[0])

@@ -91,7 +91,7 @@ def test_an_old_name_says_what_the_new_one_does(model: str, tmp_path: Path) -> N
         found.append(json.loads(done.out.splitlines()[-1])["eps"])
     times = ("_ms_p50", "_ms_p95", "per_s")
     new, old = ({key: value for key, value in one.items() if not key.endswith(times)} for one in found)
-    assert new == old and new["method"] == "box" and new["mass_skipped_true_max"] is not None
+    assert new == old and new["method"] == "box" and new["skipped_mass_true_max"] is not None
 
 
 NO_NUMBERS = ("nan", "inf", "1e400", "", "²", "٣", "1_000", "0x1", str(2**63), "1" + "0" * 400, "9" * 5000)
@@ -147,18 +147,18 @@ def test_a_context_that_is_not_given_is_what_model_and_text_hold(
 
 def test_the_memory_of_summaries_follows_refine(tmp_path: Path) -> None:
     def plain(*flags: str) -> int:
-        done = outcome(["info", "--eps-group-tokens", "2", *flags], tmp_path)
+        done = outcome(["info", "--eps-group-size", "2", *flags], tmp_path)
         assert done.code == 0, done.err
         rows = json.loads(done.out.splitlines()[-1])["summaries"]
         mine = [row for row in rows if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"])]
         return float(mine[0]["bytes_per_group"])
 
     mean, scale = (64 + 2) / 32, 1  # of a unit of 64 tokens, and of a group
-    assert plain() == plain("--eps-refine", "0.5") == 32 + mean + 2 * scale
-    assert plain("--eps-refine", "0") == 16 + mean + scale
-    assert plain("--eps-unit-tokens", "32", "--eps-mean-bits", "8") == 32 + (128 + 2) / 16 + 2
+    assert plain() == plain("--eps-rescore", "0.5") == 32 + mean + 2 * scale
+    assert plain("--eps-rescore", "0") == 16 + mean + scale
+    assert plain("--eps-mean-tokens", "32", "--eps-mean-bits", "8") == 32 + (128 + 2) / 16 + 2
     for value in ("nan", "-5"):
-        assert outcome(["info", "--eps-refine", value], tmp_path).code == 2
+        assert outcome(["info", "--eps-rescore", value], tmp_path).code == 2
 
 
 STREAMS = {

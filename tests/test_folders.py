@@ -19,11 +19,11 @@ from safetensors.numpy import load_file, save_file
 from test_model import assert_refused
 
 from eps_core.decode.session import Session
-from eps_core.engine.settings import Settings
+from eps_core.integrations.settings import Settings
 from eps_core.load import ENGINES
 from eps_core.models.hub import resolve_model
 from eps_core.models.registry import ENGINE_FAMILIES, FAMILIES
-from eps_cuda.hooks.vllm.asked import Asked, refusals
+from eps_cuda.integrations.vllm.asked import Asked, refusals
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LORA = {"peft_type": "LORA", "base_model_name_or_path": "org/base-model"}
@@ -73,9 +73,11 @@ def test_an_adapter_beside_base_weights_is_refused_everywhere(folder: Write) -> 
 def test_every_engine_refuses_an_adapter_before_it_is_loaded(
     command: str, engine: str, folder: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "eps_mlx.hooks.mlx_lm", None)  # an engine that was imported would fail otherwise
-    monkeypatch.setitem(sys.modules, "eps_cuda.hooks.transformers", None)
-    monkeypatch.setitem(sys.modules, "eps_cuda.hooks.vllm", None)
+    monkeypatch.setitem(
+        sys.modules, "eps_mlx.integrations.mlx_lm", None
+    )  # an engine that was imported would fail otherwise
+    monkeypatch.setitem(sys.modules, "eps_cuda.integrations.transformers", None)
+    monkeypatch.setitem(sys.modules, "eps_cuda.integrations.vllm", None)
     path = folder(files={"adapter_config.json": LORA})
     flags = [command, "--engine", engine, "--model", str(path), "--method", "rq"]
     done = outcome([*flags, *(("--prompt", "x") if command == "run" else ())], tmp_path)
@@ -84,7 +86,7 @@ def test_every_engine_refuses_an_adapter_before_it_is_loaded(
 
 
 def test_mlx_lm_refuses_an_adapter_that_python_names(folder: Write) -> None:
-    from eps_mlx.hooks.mlx_lm import load, serve
+    from eps_mlx.integrations.mlx_lm import load, serve
 
     path = folder(files={"adapter_config.json": LORA})
     says = (str(path), "LORA adapter", "merge")

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import tiny_models
 
-from eps_core import oracle as numpy_backend
+from eps_core import reference as numpy_backend
+from eps_core.attention.stats import StepOutput
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling, draw
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
 from eps_core.evaluation.request import RunRequest
-from eps_core.gate.stats import StepOutput
+from eps_core.kv_cache.pool import PagePool
 from eps_core.models.config import read_spec
 from eps_core.models.tokenizer import load_tokenizer
-from eps_core.paging.pool import PagePool
 
 GREEDY = Sampling()
 SPEC = CacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, num_units=16)
@@ -40,7 +40,7 @@ class CountingDecoder:
         self.prefills: list[int] = []
         self.steps: list[int] = []
         self.timed: list[bool] = []
-        self.eps: Any = None
+        self.backend: Any = None
         self.timing = False
 
     def spec_of(self, cache: Any) -> Any:
@@ -90,7 +90,7 @@ class Case:
 
     def __init__(self, num_units: int = 16) -> None:
         self.decoder, self.pool = CountingDecoder(), PagePool(num_units, 16)
-        self.cache = SimpleNamespace(spec=SPEC, store=EpsConfig.of().store, bytes_k_reread=0)
+        self.cache = SimpleNamespace(spec=SPEC, cache_config=EpsConfig.of().cache_config, bytes_k_reread=0)
 
     def steps(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> Any:
         return generate(self.decoder, self.cache, self.pool, prompts, max_new_tokens, GREEDY, **more)  # type: ignore
@@ -145,12 +145,12 @@ def test_a_sequence_leaves_the_batch_at_its_stop_token() -> None:
 
 
 def test_forced_tokens_are_fed_instead() -> None:
-    prompts, forced = [prompt_of(20, 1), prompt_of(9, 2)], [[5, 5, 6, 7], [8, 9]]
+    prompts, always_selected = [prompt_of(20, 1), prompt_of(9, 2)], [[5, 5, 6, 7], [8, 9]]
     case = Case()
-    records = case.run(prompts, 12, forced_tokens=forced, stop_tokens=(5, 8), keep_logits=True)
-    assert outputs(records, 2) == forced and case.decoder.steps == [2, 2, 1, 1]
+    records = case.run(prompts, 12, always_selected_tokens=always_selected, stop_tokens=(5, 8), keep_logits=True)
+    assert outputs(records, 2) == always_selected and case.decoder.steps == [2, 2, 1, 1]
     for step in range(4):
-        want = counted(prompts[0] + forced[0][:step], 1)[0]
+        want = counted(prompts[0] + always_selected[0][:step], 1)[0]
         assert int(records[step].logits[0].argmax()) == want
 
 
@@ -182,7 +182,7 @@ def test_copies_of_shared_pages_are_made_before_the_write() -> None:
         return cache
 
     case.pool = CopyingPool(16, 16)
-    case.decoder.eps = SimpleNamespace(copy_units=copy_units)
+    case.decoder.backend = SimpleNamespace(copy_units=copy_units)
     list(generate(case.decoder, case.cache, case.pool, [[1, 2]], 1, GREEDY))  # type: ignore[arg-type]
     assert made == [([3, 5], [4, 6])] * 2
 
@@ -244,13 +244,13 @@ def decode(
     backend: Any, device: str, path: Path, config: EpsConfig, prompts: list, sampling: Sampling = GREEDY, **more: Any
 ) -> tuple:
     spec = read_spec(path)
-    units = sum(-(-(len(prompt) + 16) // config.store.unit_tokens) for prompt in prompts)
+    units = sum(-(-(len(prompt) + 16) // config.cache_config.unit_tokens) for prompt in prompts)
     cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units)
-    cache = backend.new_cache(cache_spec, config.store, device)
-    pool = PagePool(units, config.store.unit_tokens)
+    cache = backend.new_cache(cache_spec, config.cache_config, device)
+    pool = PagePool(units, config.cache_config.unit_tokens)
     decoder = load_decoder(backend, path, spec, "float32", device)
     more = {"prefill_chunk": 64, "keep_logits": True, **more}
-    records = list(generate(decoder, cache, pool, prompts, 12, sampling, config.read, **more))
+    records = list(generate(decoder, cache, pool, prompts, 12, sampling, config.selection_config, **more))
     pool.check()
     return outputs(records, len(prompts)), records
 
@@ -261,7 +261,7 @@ RAGGED = [np.random.default_rng(length).integers(0, 256, length).tolist() for le
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0.8, 5)], ids=["greedy", "sampled"])
 def test_batching_changes_no_token_on_any_backend(target: tuple, model_path: Path, sampling: Sampling) -> None:
     backend, device = target
-    config = EpsConfig.of(method="box", group_tokens=8, last_tokens=16, budget=0.3)
+    config = EpsConfig.of(method="box", group_size=8, num_recent_tokens=16, budget=0.3)
     together, records = decode(backend, device, model_path, config, RAGGED, sampling)
     want, _ = decode(numpy_backend, "cpu", model_path, config, RAGGED, sampling)
     assert together == want
@@ -273,7 +273,7 @@ def test_batching_changes_no_token_on_any_backend(target: tuple, model_path: Pat
 
 def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> None:
     """--kl against the sum written out, in a run whose own tokens leave the dense ones early."""
-    config = EpsConfig.of(method="meanstd", group_tokens=16, budget=0.1, first_tokens=0, last_tokens=16)
+    config = EpsConfig.of(method="meanstd", group_size=16, budget=0.1, num_sink_tokens=0, num_recent_tokens=16)
     text = "It was a dark and stormy night; the rain fell in torrents. " * 5
     request = RunRequest(
         config, GREEDY, "numpy", model=model_path, prompts=(text,), max_new_tokens=12, kl=True, stop=False
@@ -282,10 +282,12 @@ def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> N
     assert not result["tokens_equal"]
     prompt = load_tokenizer(model_path).encode(text).ids
     _, dense = decode(numpy_backend, "cpu", model_path, EpsConfig.of(), [prompt])
-    _, gated = decode(numpy_backend, "cpu", model_path, config, [prompt], forced_tokens=[result["dense"]["tokens"]])
+    _, sparse = decode(
+        numpy_backend, "cpu", model_path, config, [prompt], always_selected_tokens=[result["dense"]["tokens"]]
+    )
     log_p, log_q = (
         np.array([r.logits[0] - np.logaddexp.reduce(r.logits[0].astype(float)) for r in side])
-        for side in (dense, gated)
+        for side in (dense, sparse)
     )
     want = (np.exp(log_p) * (log_p - log_q)).sum(axis=1)
     assert result["kl_mean"] == pytest.approx(want.mean()) and result["kl_max"] == pytest.approx(want.max())

@@ -1,7 +1,7 @@
 """A decode's logits, selections and bytes are those kept in golden/decode.json, on every backend and kernel.
 
 The reference is held against numbers of its own, which no other test keeps. Where a change of them is meant,
-`scripts/golden.py --write` writes the file anew.
+`scripts/golden.py --write` writes the file again.
 """
 
 import copy
@@ -11,15 +11,15 @@ import golden_runs
 import pytest
 from golden_runs import CONFIGS, differences, measure
 
-from eps_core import oracle
+from eps_core import reference
 
 
 @pytest.mark.kernels("numba", "triton", "metal")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_decode_is_the_kept_one(target: Any, name: str) -> None:
     backend, device = target
-    golden, reference = CONFIGS[name], backend.__name__ == oracle.__name__
-    said = differences(golden, measure(backend, device, golden), golden_runs.read()[name], reference)
+    golden, ref_cache = CONFIGS[name], backend.__name__ == reference.__name__
+    said = differences(golden, measure(backend, device, golden), golden_runs.read()[name], ref_cache)
     assert not said, "\n".join([f"{name} on {backend.__name__}, {device}:", *said])
 
 
@@ -45,7 +45,7 @@ def read_everything(run: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "given"),
     [
         (change_selection, "step 1, layer 0, sequence 0, kv head 1"),
         (change_bytes, "bytes"),
@@ -53,18 +53,18 @@ def read_everything(run: dict[str, Any]) -> None:
         (read_everything, "step 0, layer 1: only one"),
     ],
 )
-def test_a_difference_is_told(change: Any, told: str) -> None:
+def test_a_difference_is_told(change: Any, given: str) -> None:
     golden, want = CONFIGS["rq"], golden_runs.read()["rq"]
-    found = measure(oracle, "cpu", golden)
-    assert not differences(golden, found, want, reference=True)
+    found = measure(reference, "cpu", golden)
+    assert not differences(golden, found, want, ref_cache=True)
     change(found)
     (said,) = differences(golden, found, want)
-    assert told in said
+    assert given in said
 
 
 def test_near_ties_may_be_decided_otherwise_and_others_not() -> None:
     golden, want = CONFIGS["rq"], golden_runs.read()["rq"]
-    found = measure(oracle, "cpu", golden)
+    found = measure(reference, "cpu", golden)
     listed = [
         (one, near[b][head])
         for chosen, ties in zip(found["selections"], want["near"], strict=True)
@@ -75,7 +75,7 @@ def test_near_ties_may_be_decided_otherwise_and_others_not() -> None:
     one, near = next((one, near) for one, near in listed if set(one) & set(near))
     before = copy.copy(one)
     one.remove(next(group for group in one if group in near))
-    assert not differences(golden, found, want) and differences(golden, found, want, reference=True)
+    assert not differences(golden, found, want) and differences(golden, found, want, ref_cache=True)
     one[:] = before
     one.remove(next(group for group in one if group not in near))
     assert differences(golden, found, want)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eps_core.errors import ConfigError
-from eps_core.paging.heads import HeadPools, HeadSequence, new_order
+from eps_core.kv_cache.heads import HeadPools, HeadSequence, new_order
 
 
 class Shadow:

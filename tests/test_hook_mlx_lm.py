@@ -1,4 +1,4 @@
-"""EPS inside mlx-lm: with everything visited its own logits bit for bit, and gated what a gate of our own reads; its
+"""EPS inside mlx-lm: with everything visited its own logits bit for bit, and sparse what a gate of our own reads; its
 batches, chunks and families. Caches' lives are in test_hook_mlx_lm_caches.py, the engine in test_hook_mlx_lm_engine.py.
 """
 
@@ -22,16 +22,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm_models import FAMILIES, alone, prompts, teacher_forced, tiny, together
 from tiny_models import save_model
 
-from eps_core.engine import kernels as engine_kernels
-from eps_core.engine import settings as engine_settings
-from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
-from eps_mlx.hooks.mlx_lm import eps, hook_of, load, names
-from eps_mlx.hooks.mlx_lm.hook import Hook
+from eps_core.integrations import kernels as engine_kernels
+from eps_core.integrations import settings as engine_settings
+from eps_core.integrations.settings import Settings
+from eps_mlx.integrations.mlx_lm import eps, hook_of, load, names
+from eps_mlx.integrations.mlx_lm.hook import Hook
 from eps_mlx.kernels.cpu import KERNELS
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
-SMALL = {"method": "rq", "first_tokens": 4, "last_tokens": 16}
+SMALL = {"method": "rq", "num_sink_tokens": 4, "num_recent_tokens": 16}
 STOCK = base.scaled_dot_product_attention
 
 
@@ -62,18 +62,18 @@ def test_everything_visited_or_switched_off_gives_the_familys_own_logits(family:
     model = tiny(family, DTYPES[dtype])
     prompt, tokens = mx.array(prompts(300, 300)), mx.array(prompts(5, 5, seed=1))
     plain = teacher_forced(model, make_prompt_cache(model), prompt, tokens)
-    with eps(model, **SMALL, budget=1) as gated:
+    with eps(model, **SMALL, budget=1) as sparse:
         assert_equal(plain, teacher_forced(model, make_prompt_cache(model), prompt, tokens))
-        stats = gated.stats()
+        stats = sparse.stats()
         assert stats["rows"] == 10 and stats["bytes_ratio"] == 1 and not stats["fallbacks"]
-        gated.config = gated.config.replace(budget=0.1)
+        sparse.config = sparse.config.replace(budget=0.1)
         few = teacher_forced(model, make_prompt_cache(model), prompt, tokens)
         assert_equal(plain[0], few[0])  # of the prompt's chunks, which are dense
-        assert not mx.array_equal(plain[1], few[1]) and gated.stats()["bytes_ratio"] < 0.8
-        gated.on = False
-        gated.reset()
+        assert not mx.array_equal(plain[1], few[1]) and sparse.stats()["bytes_ratio"] < 0.8
+        sparse.on = False
+        sparse.reset()
         assert_equal(plain, teacher_forced(model, make_prompt_cache(model), prompt, tokens))
-        assert gated.stats()["rows"] == 0
+        assert sparse.stats()["rows"] == 0
     assert_equal(plain, teacher_forced(model, make_prompt_cache(model), prompt, tokens))
 
 
@@ -83,49 +83,49 @@ def test_a_continuous_batch_of_unequal_prompts_is_mlx_lms_own(family: str, dtype
     model = tiny(family, DTYPES[dtype])
     first, later = prompts(150, 97, 203, 2), prompts(1, 64, seed=1)
     plain = together(model, first, later)
-    with eps(model, **SMALL, budget=1) as gated:
+    with eps(model, **SMALL, budget=1) as sparse:
         pool = pool_of(model)
         found = together(model, first, later)
         assert found[0] == plain[0]
         for index, logprobs in plain[1].items():
             assert_equal(logprobs, found[1][index])
         # each token but the first one comes from a step, and mlx-lm is one step ahead of what it says
-        assert gated.stats()["rows"] >= sum(map(len, plain[0].values())) and not gated.stats()["fallbacks"]
+        assert sparse.stats()["rows"] >= sum(map(len, plain[0].values())) and not sparse.stats()["fallbacks"]
         assert_empty(pool)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gates_own_attention_over_everything_is_the_familys_to_rounding(family: str) -> None:
-    """All is forced and nothing is within the budget, so it is EPS that attends: scale, heads and order are right."""
+    """All is always selected and nothing is within the budget, so EPS attends: scale, heads and order are right."""
     model = tiny(family)
     prompt, tokens = mx.array(prompts(300, 300)), mx.array(prompts(5, 5, seed=1))
     plain = teacher_forced(model, make_prompt_cache(model), prompt, tokens)
-    with eps(model, method="rq", budget=0.5, last_tokens=4096) as gated:
+    with eps(model, method="rq", budget=0.5, num_recent_tokens=4096) as sparse:
         found = teacher_forced(model, make_prompt_cache(model), prompt, tokens)
-        stats = gated.stats()
-        assert stats["bytes_summary_read"] > 0 and stats["groups_visited"] == stats["groups_total"]
+        stats = sparse.stats()
+        assert stats["bytes_summary_read"] > 0 and stats["groups_selected"] == stats["groups_total"]
     np.testing.assert_allclose(np.array(found), np.array(plain), atol=2e-4)
     assert not mx.array_equal(found, plain)  # or mlx-lm would have attended
 
 
 def test_off_touches_nothing() -> None:
     model = tiny("llama")
-    with eps(model, method="off") as gated:
+    with eps(model, method="off") as sparse:
         assert hook_of(model) is None and "make_cache" not in model.__dict__
         assert base.scaled_dot_product_attention is STOCK and not hasattr(mlx_caches, "EpsKVCache")
-        assert gated.stats()["steps"] == 0
+        assert sparse.stats()["steps"] == 0
 
 
-# ---- gated ----
+# ---- sparse ----
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_gated_batch_reads_what_each_prompt_reads_alone(family: str) -> None:
     model, differ = tiny(family), 0
     first, later = prompts(300, 97, 203, 2), prompts(1, 64, seed=1)
-    with eps(model, **SMALL, budget=0.2) as gated:
+    with eps(model, **SMALL, budget=0.2) as sparse:
         tokens, logprobs = together(model, first, later)
-        stats = gated.stats()
+        stats = sparse.stats()
         assert stats["bytes_ratio"] < 0.5 and not stats["fallbacks"]
         for index, prompt in enumerate([*first, *later]):
             said, alike = alone(model, prompt, len(tokens[index]))
@@ -138,14 +138,14 @@ def test_a_gated_batch_reads_what_each_prompt_reads_alone(family: str) -> None:
 
 
 def test_head_modes_are_the_models_layers(tmp_path: Path) -> None:
-    """Of four layers every other one is gated, and of those the first alone reads less."""
+    """Of four layers every other one is sparse, and of those the first alone reads less."""
     model = tiny("gemma3_text", num_hidden_layers=4)
     modes = (("window", "window"), ("gate", "gate"), ("window", "window"), ("dense", "dense"))
     hook = Hook(model, Settings.of({**SMALL, "budget": 0.2, "head_modes": modes}), keep_lists=True)
     try:
         alone(model, *prompts(300), 1)
-        hook.gated.settle()
-        assert all(step[0] is not None and step[1] is None for step in hook.gated.lists) and hook.gated.lists
+        hook.sparse.settle()
+        assert all(step[0] is not None and step[1] is None for step in hook.sparse.lists) and hook.sparse.lists
     finally:
         hook.close()
     for _ in range(2):  # the metrics file is free again
@@ -158,11 +158,11 @@ def test_head_modes_are_the_models_layers(tmp_path: Path) -> None:
 def test_another_thread_may_generate_and_counts_are_asked_for_after_it(kernels: str) -> None:
     model, said = tiny("llama"), []
     (prompt,) = prompts(300)
-    with eps(model, **SMALL, budget=0.2, kernels=kernels) as gated:
+    with eps(model, **SMALL, budget=0.2, kernels=kernels) as sparse:
         thread = threading.Thread(target=lambda: said.append(alone(model, prompt, 12)[0]))
         thread.start()
         thread.join()
-        assert gated.stats()["rows"] == 13 and gated.stats()["bytes_ratio"] < 0.4
+        assert sparse.stats()["rows"] == 13 and sparse.stats()["bytes_ratio"] < 0.4
         assert said == [alone(model, prompt, 12)[0]]
 
 
@@ -176,9 +176,9 @@ def test_quantised_weights(bits: int, tmp_path: Path) -> None:
     plain = alone(model, prompt)
     with eps(model, **SMALL, budget=1):
         assert_equal(plain[1], alone(model, prompt)[1])
-    with eps(model, **SMALL, budget=0.1) as gated:
+    with eps(model, **SMALL, budget=0.1) as sparse:
         alone(model, prompt)
-        assert gated.stats()["bytes_ratio"] < 0.4
+        assert sparse.stats()["bytes_ratio"] < 0.4
 
 
 def test_speculative_decoding_says_what_the_dense_model_says() -> None:
@@ -190,9 +190,9 @@ def test_speculative_decoding_says_what_the_dense_model_says() -> None:
         said = [token for token, _, _ in speculative_generate_step(mx.array(prompt), model, draft, max_tokens=12)]
         assert said == plain  # rows that are verified several at a time are dense
         assert_empty(pool)
-    with eps(draft, **SMALL, budget=0.1) as gated:  # a gated drafter
+    with eps(draft, **SMALL, budget=0.1) as sparse:  # a sparse drafter
         said = [token for token, _, _ in speculative_generate_step(mx.array(prompt), model, draft, max_tokens=12)]
-        assert said == plain and gated.stats()["rows"] > 0
+        assert said == plain and sparse.stats()["rows"] > 0
 
 
 def test_a_directory_is_loaded_with_eps_on_and_generates(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_directory_is_loaded_with_eps_on_and_generates(tmp_path: Path) -> None
         assert found.texts == said.texts
         assert [cache[0].offset for cache in found.caches] == [cache[0].offset for cache in said.caches]
         assert mlx_lm.generate(model, tokenizer, texts[0], max_tokens=6) == one
-        assert hook.gated.stats()["rows"] >= 18
+        assert hook.sparse.stats()["rows"] >= 18
         pool = hook.pool
         assert pool is not None and pool.num_live == 2  # the two caches that were asked for
         del found
@@ -300,11 +300,11 @@ def test_an_exception_inside_eps_attends_densely_counts_and_is_told_once(
     def fail(*args: Any) -> Any:
         raise ZeroDivisionError("in a score")
 
-    with eps(model, **SMALL, budget=0.1) as gated, caplog.at_level(logging.ERROR, "eps"):
+    with eps(model, **SMALL, budget=0.1) as sparse, caplog.at_level(logging.ERROR, "eps"):
         with monkeypatch.context() as patch:
-            patch.setattr(KERNELS.attend_gated, "run", fail)
+            patch.setattr(KERNELS.attend_fused, "run", fail)
             assert_equal(plain[1], alone(model, prompt)[1])
-        assert gated.stats()["fallbacks"] == {"error": 2 * 9}
+        assert sparse.stats()["fallbacks"] == {"error": 2 * 9}
         assert ["ZeroDivisionError" in line for line in errors(caplog)] == [True]
         assert "in a score" in caplog.text and "Traceback" in caplog.text
         assert not mx.array_equal(plain[1], alone(model, prompt)[1])  # and on it goes
@@ -318,11 +318,11 @@ def test_a_summary_that_fails_leaves_k_and_v_and_nothing_is_gated_from_then_on(
     model = tiny("llama")
     (prompt,) = prompts(300)
     plain = alone(model, prompt)
-    with eps(model, **SMALL, budget=0.1) as gated, caplog.at_level(logging.ERROR, "eps"):
+    with eps(model, **SMALL, budget=0.1) as sparse, caplog.at_level(logging.ERROR, "eps"):
         with monkeypatch.context() as patch:
             patch.setattr(eps_cache, "_summarise", lambda *args: 1 / 0)
             assert_equal(plain[1], alone(model, prompt)[1])
-        assert gated.stats()["fallbacks"] == {"error": 2 * 9}
+        assert sparse.stats()["fallbacks"] == {"error": 2 * 9}
         assert_equal(plain[1], alone(model, prompt)[1])  # no summary of this pool is believed again
         assert len(errors(caplog)) == 1
 
@@ -330,13 +330,13 @@ def test_a_summary_that_fails_leaves_k_and_v_and_nothing_is_gated_from_then_on(
 def test_sinks_and_masks_that_come_up_later_are_dense_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     (prompt,) = prompts(300)
-    with eps(model, **SMALL, budget=0.1) as gated:
+    with eps(model, **SMALL, budget=0.1) as sparse:
         found = {}
         for reason, more in {
             "sinks": {"sinks": mx.zeros(4)},
             "mask": {"mask": mx.ones((1, 1, 1, 1), mx.bool_)},
         }.items():
-            gated.reset()
+            sparse.reset()
 
             def changed(*args: Any, more: Any = more, **kwargs: Any) -> Any:
                 more = more if args[0].shape[2] == 1 else {}
@@ -344,7 +344,7 @@ def test_sinks_and_masks_that_come_up_later_are_dense_and_counted(monkeypatch: p
 
             monkeypatch.setattr(llama, names.ATTENTION, changed)
             alone(model, prompt)
-            found[reason] = gated.stats()["fallbacks"]
+            found[reason] = sparse.stats()["fallbacks"]
         monkeypatch.setattr(llama, names.ATTENTION, names.attention)
     assert found == {"sinks": {"sinks": 18}, "mask": {"mask": 18}}
 
@@ -358,10 +358,10 @@ def test_kernels_that_fail_their_check_are_not_used(
     monkeypatch.setattr(KERNELS.score, "run", lambda *args: 1 / 0)
     with pytest.raises(ConfigError, match=r"kernels numba failed their check on this device .* --kernels arrays"):
         eps(model, **SMALL, kernels="numba").__enter__()
-    with eps(model, **SMALL, budget=0.1) as gated:
+    with eps(model, **SMALL, budget=0.1) as sparse:
         assert "array operations instead" in caplog.text
         alone(model, *prompts(300))
-        assert gated.stats()["fallbacks"] == {} and gated.stats()["bytes_ratio"] < 0.4
+        assert sparse.stats()["fallbacks"] == {} and sparse.stats()["bytes_ratio"] < 0.4
         assert pool_of(model).paged.cache.kernels == "arrays"
 
 
@@ -395,11 +395,11 @@ def test_what_cannot_be_gated_is_refused_by_name(name: str) -> None:
 
 
 def test_layers_that_slide_are_named_in_the_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with eps(tiny("gemma3_text", num_hidden_layers=5, sliding_window_pattern=3), **SMALL) as gated:
-        assert gated.plan.gated == (2,)
+    with eps(tiny("gemma3_text", num_hidden_layers=5, sliding_window_pattern=3), **SMALL) as sparse:
+        assert sparse.plan.sparse == (2,)
     assert "gates 1 of 5 layers; left dense: sliding window (0-1 3-4)" in caplog.text
-    with eps(tiny("lfm2"), **SMALL) as gated:
-        assert gated.plan.dense == {0: "no attention", 2: "no attention"}
+    with eps(tiny("lfm2"), **SMALL) as sparse:
+        assert sparse.plan.dense == {0: "no attention", 2: "no attention"}
 
 
 def test_a_quantised_kv_cache_and_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,9 +434,9 @@ def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
 
     plain = uncomputed(make_prompt_cache(model))
     assert plain == [5, 5, 5]  # norms, two a layer and the last
-    with eps(model, **SMALL, budget=0.2, kernels="arrays") as gated:
+    with eps(model, **SMALL, budget=0.2, kernels="arrays") as sparse:
         assert uncomputed(make_prompt_cache(model)) == plain
-        assert gated.stats()["bytes_ratio"] < 0.4
+        assert sparse.stats()["bytes_ratio"] < 0.4
 
 
 @pytest.mark.parametrize(("kernels", "budget"), [("numba", 0.2), ("arrays", 0.2), ("arrays", 1)])

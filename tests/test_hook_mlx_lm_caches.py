@@ -17,7 +17,7 @@ from mlx_lm_models import alone, prompts, tiny
 from test_hook_mlx_lm import SMALL, assert_empty, assert_equal, pool_of
 
 from eps_core.errors import ConfigError
-from eps_mlx.hooks.mlx_lm import eps
+from eps_mlx.integrations.mlx_lm import eps
 
 # ---- one prompt ----
 
@@ -62,7 +62,7 @@ def test_a_saved_cache_fits_its_own_model_alone(tmp_path: Path) -> None:
         with eps(tiny("llama", num_hidden_layers=3), **SMALL):
             assert load_prompt_cache(file)[1].pool is pool_of(model)
     for other in (tiny("llama", num_hidden_layers=3), tiny("llama", mx.bfloat16), tiny("llama", head_dim=32)):
-        with eps(other, **SMALL), pytest.raises(ConfigError, match="2 gated layers fits no model"):
+        with eps(other, **SMALL), pytest.raises(ConfigError, match="2 sparse layers fits no model"):
             load_prompt_cache(file)
 
 
@@ -98,17 +98,17 @@ def test_what_is_evaluated_after_a_chunk_is_all_that_is_left_and_no_copy_of_the_
 
 def test_bytes_are_those_of_the_units_held_summaries_too() -> None:
     model = tiny("llama", mx.bfloat16)
-    pairs = {"group_tokens": 2, "tail_tokens": 128, "mean_tokens": 32}
+    pairs = {"group_size": 2, "correction_tokens": 128, "mean_tokens": 32}
     with eps(model, **{**SMALL, **pairs}):
         cache = make_prompt_cache(model)
         assert cache[0].nbytes == 0
         alone(model, *prompts(130), 1, cache=cache)
-        store = pool_of(model).gated.config.store
-        units, groups = 2, 2 * 128 // store.S
+        cache_config = pool_of(model).sparse.config.cache_config
+        units, groups = 2, 2 * 128 // cache_config.S
         kv = units * 128 * 2 * 2 * 16 * 2  # tokens, K and V, heads, dims, bytes
         # 16 sign bits twice and two scales a group, of a byte each about a mean of 32 tokens; that mean (4 bits a
         # dimension) and its scale; a mean value (int8) and its scale a unit; of 2 heads
-        assert store.unit_tokens == 128
+        assert cache_config.unit_tokens == 128
         kept = groups * (2 + 2 + 1 + 1) + 4 * units * (8 + 2)
         assert cache[1].nbytes - kv == 2 * (kept + units * (16 + 2))
 
@@ -357,5 +357,5 @@ def test_layers_that_were_trimmed_differently_are_told() -> None:
 
 def test_the_pool_of_a_hook_shares_by_forks_alone() -> None:
     model = tiny("llama")
-    with eps(model, **SMALL) as gated:
-        assert gated.plan.gated == (0, 1) and not pool_of(model).paged.pool.shares
+    with eps(model, **SMALL) as sparse:
+        assert sparse.plan.sparse == (0, 1) and not pool_of(model).paged.pool.shares

@@ -10,11 +10,11 @@ import pytest
 import tiny_models
 from command import outcome
 
-from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
-from eps_mlx.hooks import mlx_lm as hooks
-from eps_mlx.hooks.mlx_lm.engine import open_engine
-from eps_mlx.hooks.mlx_lm.hook import Hook
+from eps_core.integrations.settings import Settings
+from eps_mlx.integrations import mlx_lm as hooks
+from eps_mlx.integrations.mlx_lm.engine import open_engine
+from eps_mlx.integrations.mlx_lm.hook import Hook
 
 RQ = Settings.of({"method": "rq"})
 # transformers writes rope_parameters, which mlx-lm's Llama and Qwen2 do not read

@@ -24,18 +24,18 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
-from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
+from eps_core.integrations.settings import Settings
 from eps_core.models.config import DEMO_MODEL
 from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus
-from eps_mlx.hooks.mlx_lm import engine as mlx_lm_engine
-from eps_mlx.hooks.mlx_lm import open_engine, serve
-from eps_mlx.hooks.mlx_lm.hook import Hook
+from eps_mlx.integrations.mlx_lm import engine as mlx_lm_engine
+from eps_mlx.integrations.mlx_lm import open_engine, serve
+from eps_mlx.integrations.mlx_lm.hook import Hook
 
-RQ = {"method": "rq", "budget": 0.1, "group_tokens": 2, "mean_tokens": 32, "tail_tokens": 128}
+RQ = {"method": "rq", "budget": 0.1, "group_size": 2, "mean_tokens": 32, "correction_tokens": 128}
 # rq rounds queries, which another order of additions may round to other steps, and bytes must be equal
-WHOLE = {"method": "meanstd", "budget": 0.2, "group_tokens": 16}
+WHOLE = {"method": "meanstd", "budget": 0.2, "group_size": 16}
 
 
 # ---- our own decoder ----
@@ -50,8 +50,10 @@ def test_the_needle_is_read_as_by_our_own_decoder() -> None:
     config = EpsConfig.of(**WHOLE)
     session = Session.open(None, backend="mlx")
     prompt = session.encode(NEEDLE.prompt)
-    cache, pool = session.cache(config.store, len(prompt) + STEPS)
-    steps = list(generate(session.decoder, cache, pool, [prompt], STEPS, Sampling(), config.read, keep_logits=True))
+    cache, pool = session.cache(config.cache_config, len(prompt) + STEPS)
+    steps = list(
+        generate(session.decoder, cache, pool, [prompt], STEPS, Sampling(), config.selection_config, keep_logits=True)
+    )
     logits = np.stack([step.logits[0] for step in steps])
     model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
     model.set_dtype(mx.float32)
@@ -59,7 +61,7 @@ def test_the_needle_is_read_as_by_our_own_decoder() -> None:
     hook = Hook(model, Settings.of(WHOLE), keep_records=True)
     try:
         said = list(generate_step(mx.array(prompt), model, max_tokens=STEPS))
-        stats = hook.gated.stats()
+        stats = hook.sparse.stats()
     finally:
         hook.close()
     assert [token for token, _ in said] == [step.tokens[0] for step in steps]
@@ -67,7 +69,7 @@ def test_the_needle_is_read_as_by_our_own_decoder() -> None:
     logprobs = np.stack([np.array(one) for _, one in said])
     np.testing.assert_allclose(logprobs, logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True), atol=2e-3)
     assert stats["steps"] == STEPS + 1  # mlx-lm is one ahead of what it says
-    for mine, theirs in zip(hook.gated.records[:STEPS], steps, strict=True):
+    for mine, theirs in zip(hook.sparse.records[:STEPS], steps, strict=True):
         for name in ("bytes_kv_read_est", "bytes_summary_read", "pages_visited"):
             assert getattr(mine, name) == getattr(theirs, name)
     assert stats["bytes_ratio"] < 0.22
@@ -89,9 +91,9 @@ def test_an_engine_says_what_it_says_without_eps_in_a_pool_that_does_not_grow(di
     engine = open_engine(directory, Settings.of({**RQ, "budget": 1}), dtype="float32", max_tokens=2000, num_sequences=3)
     try:
         said = {}
-        for gated in (False, True):
-            said[gated] = [(s.sequences, s.tokens) for s in engine.generate(PROMPTS, 10, Sampling(), gated)]
-            assert engine.gated.stats()["rows"] == (33 if gated else 0)
+        for sparse in (False, True):
+            said[sparse] = [(s.sequences, s.tokens) for s in engine.generate(PROMPTS, 10, Sampling(), sparse)]
+            assert engine.sparse.stats()["rows"] == (33 if sparse else 0)
             assert engine.prefill_ms is not None and engine.prefill_ms > 0
         assert said[True] == said[False]
         pool = engine.hook.pool

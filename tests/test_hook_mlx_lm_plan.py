@@ -10,9 +10,9 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm_models import prompts, teacher_forced, tiny
 
-from eps_mlx.hooks.mlx_lm import eps
+from eps_mlx.integrations.mlx_lm import eps
 
-SMALL = {"method": "rq", "first_tokens": 4, "last_tokens": 16}
+SMALL = {"method": "rq", "num_sink_tokens": 4, "num_recent_tokens": 16}
 
 
 class OwnMask(llama.Attention):
@@ -77,11 +77,11 @@ def both_ways(model: Any, plan: tuple[tuple[int, ...], dict[int, str]]) -> None:
     """Asserts the plan, and that with everything visited the model says what it says without EPS, bit for bit."""
     prompt, tokens = mx.array(prompts(200)), mx.array(prompts(4, seed=1))
     plain = teacher_forced(model, make_prompt_cache(model), prompt, tokens)
-    with eps(model, **SMALL, budget=1) as gated:
-        assert (gated.plan.gated, gated.plan.dense) == plan
+    with eps(model, **SMALL, budget=1) as sparse:
+        assert (sparse.plan.sparse, sparse.plan.dense) == plan
         assert mx.array_equal(plain, teacher_forced(model, make_prompt_cache(model), prompt, tokens))
-        assert gated.stats()["rows"] == 4 and gated.stats()["fallbacks"] == {}
-        gated.config = gated.config.replace(budget=0.1)
+        assert sparse.stats()["rows"] == 4 and sparse.stats()["fallbacks"] == {}
+        sparse.config = sparse.config.replace(budget=0.1)
         assert not mx.array_equal(plain, teacher_forced(model, make_prompt_cache(model), prompt, tokens))
 
 

@@ -15,14 +15,14 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm_models import prompts, tiny, together
 from test_hook_mlx_lm import assert_empty, pool_of
 
-from eps_core.engine.gated import Gated
-from eps_core.engine.paged import Paged
 from eps_core.errors import ConfigError
-from eps_mlx.hooks.mlx_lm import eps, hook_of
-from eps_mlx.hooks.mlx_lm.names import stock_step
+from eps_core.integrations.layers import SparseAttention
+from eps_core.integrations.paged import Paged
+from eps_mlx.integrations.mlx_lm import eps, hook_of
+from eps_mlx.integrations.mlx_lm.names import stock_step
 
 VERIFIED: dict[str, Any] = {
-    "method": "rq", "budget": 0.2, "first_tokens": 4, "last_tokens": 8, "verify": "tokens"
+    "method": "rq", "budget": 0.2, "num_sink_tokens": 4, "num_recent_tokens": 8, "verify": "tokens"
 }  # fmt: skip
 STEPS = sys.modules["mlx_lm.generate"]  # a module, where mlx_lm.generate is its function
 WAYS: dict[str, Any] = {
@@ -39,8 +39,8 @@ def said(model: Any, prompt: list[int], cache: Any = None, most: int = NEW, way:
     return [int(token) for token, _ in steps]
 
 
-def verified(gated: Gated) -> dict[str, Any]:
-    found: dict[str, Any] = gated.stats()["verified"]
+def verified(sparse: SparseAttention) -> dict[str, Any]:
+    found: dict[str, Any] = sparse.stats()["verified"]
     return found
 
 
@@ -51,15 +51,15 @@ def test_the_text_is_that_of_the_model_alone(family: str, way: str, drafts: Any)
     """Drawn ones, too: of the seed. Every other layer of gemma3_text overwrites a window of 32 tokens."""
     model, (prompt,) = tiny(family), prompts(290)
     plain = said(model, prompt, way=way)
-    with eps(model, **VERIFIED, draft=drafts) as gated:
+    with eps(model, **VERIFIED, draft=drafts) as sparse:
         pool = pool_of(model)
         assert said(model, prompt, way=way) == plain
-        found = verified(gated)
+        found = verified(sparse)
         assert_empty(pool)
     assert found["new_tokens"] == NEW == found["rounds"] + found["accepted"]
     assert bool(found["drafted"]) == (drafts != 0)
-    assert found["fallbacks"] == {} == gated.stats()["fallbacks"]
-    assert drafts == 0 or gated.stats()["bytes_ratio"] < 0.5
+    assert found["fallbacks"] == {} == sparse.stats()["fallbacks"]
+    assert drafts == 0 or sparse.stats()["bytes_ratio"] < 0.5
     assert STEPS.generate_step is stock_step and said(model, prompt, way=way) == plain
 
 
@@ -69,17 +69,20 @@ def test_whatever_the_gate_says_the_text_stays(broken: str, monkeypatch: pytest.
     plain = {way: said(model, prompt, way=way) for way in WAYS}
     rng = np.random.default_rng(0)
 
-    def attend(self: Gated, cache: Any, layer: int, q: Any, *args: Any) -> Any:
+    def attend(self: SparseAttention, cache: Any, layer: int, q: Any, *args: Any) -> Any:
         if broken in ("raises", "place"):
             raise RuntimeError("not today")
         return mx.full(q.shape, float("nan")) if broken == "nan" else mx.array(rng.standard_normal(q.shape, np.float32))
 
-    where = {"raises": "eps_core.engine.gated.attend_layer", "place": "eps_core.engine.paged.Paged.place"}
-    monkeypatch.setattr(where.get(broken, "eps_core.engine.gated.Gated.attend"), attend)
+    plan = {
+        "raises": "eps_core.integrations.layers.sparse_attention",
+        "place": "eps_core.integrations.paged.Paged.place",
+    }
+    monkeypatch.setattr(plan.get(broken, "eps_core.integrations.layers.SparseAttention.attend"), attend)
     for way in WAYS:
-        with eps(model, **VERIFIED, draft=6) as gated:
+        with eps(model, **VERIFIED, draft=6) as sparse:
             assert said(model, prompt, way=way) == plain[way], way
-            found = verified(gated)
+            found = verified(sparse)
         if broken == "raises":  # without a gate drafts are the model's own dense steps
             assert found["acceptance"] == 1
         elif broken == "place":
@@ -97,7 +100,7 @@ def test_a_verify_pass_that_keeps_what_was_drafted_is_found_out(monkeypatch: pyt
             place(self, layer, k, v, slots)
 
     monkeypatch.setattr(Paged, "place", first_only)
-    monkeypatch.setattr(Gated, "attend", lambda self, cache, layer, q, *args: 50 * mx.ones_like(q))
+    monkeypatch.setattr(SparseAttention, "attend", lambda self, cache, layer, q, *args: 50 * mx.ones_like(q))
     with eps(model, **VERIFIED, draft=6):
         assert said(model, prompt) != plain
 
@@ -108,12 +111,12 @@ def test_generate_and_stream_generate_come_through_it(tmp_path: Any) -> None:
     model, tokenizer = mlx_lm.load(str(save_model("llama2", tmp_path)))
     text = "It was a dark and stormy night; " * 10
     plain = mlx_lm.generate(model, tokenizer, text, max_tokens=12)
-    with eps(model, **VERIFIED, draft=4) as gated:
-        assert mlx_lm.generate(model, tokenizer, text, max_tokens=12) == plain and verified(gated)["drafted"]
+    with eps(model, **VERIFIED, draft=4) as sparse:
+        assert mlx_lm.generate(model, tokenizer, text, max_tokens=12) == plain and verified(sparse)["drafted"]
         other = tiny("llama", seed=3)  # a model without EPS, and a draft model of mlx-lm's own
-        count = verified(gated)["rounds"]
+        count = verified(sparse)["rounds"]
         said(other, prompts(60)[0])
-        assert verified(gated)["rounds"] == count
+        assert verified(sparse)["rounds"] == count
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -122,17 +125,17 @@ def test_a_text_that_is_left_early_leaves_a_cache_to_go_on_with(family: str, tak
     """In the middle of a round: K, V and windows are those of a dense run, and the text goes on as it would have."""
     model, (prompt,) = tiny(family), prompts(270)
     plain = said(model, prompt, most=40)
-    with eps(model, **VERIFIED, draft=7) as gated:
+    with eps(model, **VERIFIED, draft=7) as sparse:
         cache = make_prompt_cache(model)
         steps = STEPS.generate_step(mx.array(prompt), model, max_tokens=40, prompt_cache=cache)
         assert [int(next(steps)[0]) for _ in range(taken)] == plain[:taken]
         steps.close()
         num_tokens, whole, own = cache[-1].offset, prompt + plain, make_prompt_cache(model)
         assert num_tokens - 270 in (taken - 1, taken)  # a draft that was accepted is there already
-        gated.on = False
+        sparse.on = False
         for start, end in [(0, 269), *((i, i + 1) for i in range(269, num_tokens))]:
             model(mx.array([whole[start:end]]), cache=own)
-        gated.on = True
+        sparse.on = True
         for one, other in zip(cache, own, strict=True):
             assert one.offset == other.offset
             if isinstance(one, RotatingKVCache):
@@ -154,14 +157,14 @@ def test_summaries_after_rounds_are_those_of_dense_decoding() -> None:
     model, (prompt,) = tiny("llama"), prompts(270)
     estimates, plain = [], said(model, prompt, most=40)
     for draft in (7, 0):
-        with eps(model, **VERIFIED, draft=draft) as gated:
+        with eps(model, **VERIFIED, draft=draft) as sparse:
             cache = make_prompt_cache(model)
             assert said(model, prompt, cache, most=40) == plain
-            assert bool(verified(gated)["rolled_back"]) == bool(draft)
+            assert bool(verified(sparse)["rolled_back"]) == bool(draft)
             pool = pool_of(model)
-            where = pool.paged.where(gated.config, [cache[0].rows[0].sequence])
+            plan = pool.paged.plan(sparse.config, [cache[0].rows[0].sequence])
             q = mx.array(np.random.default_rng(1).standard_normal((1, 4, 16), np.float32))
-            estimates.append([np.array(gated.eps.score(pool.paged.cache, i, q, where).estimate) for i in range(2)])
+            estimates.append([np.array(sparse.backend.score(pool.paged.cache, i, q, plan).estimate) for i in range(2)])
     first, second = np.array(estimates)
     assert (np.isfinite(first) == np.isfinite(second)).all() and np.isfinite(second).sum() > 200
     np.testing.assert_allclose(first, second, atol=1e-3, rtol=1e-3)
@@ -171,11 +174,11 @@ def test_batches_and_other_caches_are_dense_and_mlx_lms_own(caplog: pytest.LogCa
     model, (first, second) = tiny("llama"), prompts(150, 97)
     plain = together(model, [first, second], [], 8)[0]
     alone = said(model, first)
-    with eps(model, **VERIFIED) as gated, caplog.at_level(logging.WARNING, "eps"):
+    with eps(model, **VERIFIED) as sparse, caplog.at_level(logging.WARNING, "eps"):
         assert together(model, [first, second], [], 8)[0] == plain
         hook = hook_of(model)
         assert hook is not None and said(model, first, hook.stock_caches()) == alone
-        assert not verified(gated)["rounds"] and not gated.stats()["steps"]
+        assert not verified(sparse)["rounds"] and not sparse.stats()["steps"]
         draft = tiny("llama", seed=1)
         prompt_cache = [*make_prompt_cache(model), *make_prompt_cache(draft)]
         steps = STEPS.speculative_generate_step(

@@ -6,27 +6,27 @@ import numpy as np
 import pytest
 import torch
 
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.engine.paged import Paged
+from eps_core.integrations.paged import Paged
 from eps_core.load import load_backend
 
 STEPS, CHECK_EVERY = 10_000, 500
 LAYERS, HEADS, DIM = 2, 2, 8
 STORES = {
-    "rq": EpsConfig.of("rq", tail_tokens=32, block_size=16).store,
-    "box": EpsConfig.of("box", group_tokens=4).store,
-    "jl": EpsConfig.of("jl", group_tokens=32, dim=4).store,  # follows its open groups
+    "rq": EpsConfig.of("rq", correction_tokens=32, block_size=16).cache_config,
+    "box": EpsConfig.of("box", group_size=4).cache_config,
+    "jl": EpsConfig.of("jl", group_size=32, dim=4).cache_config,  # follows its partial groups
 }
 
 
 class Shadow:
     """Sequences in pages beside their own keys and values, kept whole."""
 
-    def __init__(self, store: Any, kernels: str, seed: int) -> None:
-        self.eps = load_backend("cuda")
-        # fewer open groups than sequences, and a first pool that is soon too small
-        self.paged = Paged(self.eps, CacheSpec(LAYERS, HEADS, DIM, 4, "float32", 3), store, "cpu", kernels)
+    def __init__(self, cache_config: Any, kernels: str, seed: int) -> None:
+        self.backend = load_backend("cuda")
+        # fewer partial groups than sequences, and a first pool that is soon too small
+        self.paged = Paged(self.backend, CacheSpec(LAYERS, HEADS, DIM, 4, "float32", 3), cache_config, "cpu", kernels)
         self.kernels, self.rng = kernels, np.random.default_rng(seed)
         self.live: list[tuple[Any, np.ndarray]] = []  # sequence, K and V [2, L, T, H, D]
         self.most_units = self.acts = 0
@@ -74,13 +74,19 @@ class Shadow:
         """Pages are the raw keys and values; every valid summary is the one that they would be given alone."""
         self.paged.pool.check()
         cache = self.paged.cache
-        store, per_unit, size = cache.store, cache.store.seals_per_unit, cache.store.sealed_tokens
+        cache_config, per_unit, size = (
+            cache.cache_config,
+            cache.cache_config.spans_per_unit,
+            cache.cache_config.span_tokens,
+        )
         for sequence, held in self.live:
             length = held.shape[2]
             assert sequence.length == length
             if not length:
                 continue
-            fresh = Paged(self.eps, CacheSpec(LAYERS, HEADS, DIM, 1, "float32", 3), store, "cpu", self.kernels)
+            fresh = Paged(
+                self.backend, CacheSpec(LAYERS, HEADS, DIM, 1, "float32", 3), cache_config, "cpu", self.kernels
+            )
             alone = fresh.open()
             slots = fresh.append([alone], [length])
             for layer in range(LAYERS):
@@ -93,16 +99,16 @@ class Shadow:
                         for one, table in ((self.paged, sequence.table), (fresh, alone.table))
                     )
                     assert ours.shape[0] == length // size
-                    if store.facts.follows:  # sums in another order
+                    if cache_config.method_spec.follows:  # sums in another order
                         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
                     else:
                         assert torch.equal(ours, theirs), (name, layer)
-            where = self.paged.where(EpsConfig.over(store), [sequence])
+            plan = self.paged.plan(EpsConfig.over(cache_config), [sequence])
             groups = np.array(sequence.table)[:, None] * per_unit + np.arange(per_unit)
             full = groups.reshape(-1)[: length // size]
             for state in cache.state:
                 assert state.valid(full).all()
-            assert where.lengths.tolist() == [length]
+            assert plan.lengths.tolist() == [length]
 
 
 @pytest.mark.parametrize("kernels", ["arrays", "numba"])

@@ -13,16 +13,16 @@ from eps_core import LLM
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
-from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import demo_document
+from eps_core.integrations.settings import Settings
 from eps_core.load import load_backend
 from eps_core.models.config import DEMO_MODEL
-from eps_cuda.hooks.transformers import EpsCache, eps, open_engine
+from eps_cuda.integrations.transformers import EpsCache, eps, open_engine
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS = {"single": [330], "padded": [300, 330, 290]}
-GATED_CASES = [
+SPARSE_CASES = [
     (device, kernels, name, rows)
     for device in DEVICES for kernels in load_backend("cuda").usable_kernels(device) for name in FAMILIES
     for rows in ROWS
@@ -64,26 +64,26 @@ def test_off_and_everything_visited_are_sdpa_bit_for_bit(
     expected = conversation(model, stock(model), ids, mask)
     whole = EpsCache(model, method="rq", budget=1.0)
     off = EpsCache(model, method="rq", budget=0.1)
-    off.gated.on = False
+    off.sparse.on = False
     with Attending(model):
         for cache in (stock(model), whole, off):
             for one, other in zip(conversation(model, cache, ids, mask), expected, strict=True):
                 assert torch.equal(one, other)
-    stats = whole.gated.stats()
+    stats = whole.sparse.stats()
     # of the last row's first 41 tokens, of which the second forward is one, all are padding
     odd = {"mask": len(lengths) * len(GATED[name])} if len(lengths) > 1 else {}
     assert stats["fallbacks"] == odd and stats["bytes_ratio"] == 1 and stats["steps"] == 9
-    assert off.gated.stats()["steps"] == 0
+    assert off.sparse.stats()["steps"] == 0
     assert [i for i, layer in enumerate(whole.layers) if type(layer).__name__ == "EpsLayer"] == list(GATED[name])
 
 
-@pytest.mark.parametrize(("device", "kernels", "name", "rows"), GATED_CASES)
+@pytest.mark.parametrize(("device", "kernels", "name", "rows"), SPARSE_CASES)
 def test_gated_rows_are_the_oracles(device: str, kernels: str, name: str, rows: str) -> None:
     model, (ids, mask) = tiny(name, device=device), prompts(ROWS[rows], seed=1, device=device)
     # rq rounds queries, and a last bit of another forward's can round one the other way
     config = EpsConfig.of("meanstd", budget=0.2, **SMALL)
     cache = EpsCache(model, config, kernels=kernels)
-    cache.gated.keep_lists = True
+    cache.sparse.keep_lists = True
     reference, end = Reference(config), ids.shape[1]
     steps = 2 if (device, kernels) == ("cpu", "triton") else 6
     found: dict[str, list[torch.Tensor]] = {}
@@ -93,8 +93,8 @@ def test_gated_rows_are_the_oracles(device: str, kernels: str, name: str, rows: 
             found[attending] = [feed(model, one, ids, mask, at, at + 1) for at in range(end - steps, end)]
     for ours, theirs, dense in zip(*found.values(), strict=True):
         assert (ours - theirs).abs().max() < 2e-4 < 100 * (dense - theirs).abs().max()
-    cache.gated.settle()
-    listed = [step[layer] for step in cache.gated.lists for layer in range(len(GATED[name]))]
+    cache.sparse.settle()
+    listed = [step[layer] for step in cache.sparse.lists for layer in range(len(GATED[name]))]
     assert len(listed) == len(reference.lists) == steps * len(GATED[name])
     for mine, judged in zip(listed, reference.lists, strict=True):
         for row, its in zip(mine, judged, strict=True):
@@ -103,16 +103,16 @@ def test_gated_rows_are_the_oracles(device: str, kernels: str, name: str, rows: 
 
 
 def test_head_modes_are_the_models_layers() -> None:
-    """Of four layers every other one is gated, and of those the first alone reads less."""
+    """Of four layers every other one is sparse, and of those the first alone reads less."""
     model, (ids, mask) = tiny("gemma3"), prompts([300])
     modes = (("window", "window"), ("gate", "gate"), ("window", "window"), ("dense", "dense"))
     cache = EpsCache(model, method="rq", budget=0.2, head_modes=modes, **SMALL)
-    cache.gated.keep_lists = True
+    cache.sparse.keep_lists = True
     with Attending(model), torch.no_grad():
         feed(model, cache, ids, mask, 0, 299)
         feed(model, cache, ids, mask, 299, 300)
-    cache.gated.settle()
-    (step,) = cache.gated.lists
+    cache.sparse.settle()
+    (step,) = cache.sparse.lists
     assert step[0] is not None and step[1] is None
     few = EpsCache(model, method="rq", head_modes=(("gate",),) * 4)
     with Attending(model), torch.no_grad(), pytest.raises(ConfigError, match="head modes of 1 kv heads"):
@@ -136,18 +136,18 @@ def test_the_demo_needle_is_answered_dense_and_gated_with_our_bytes() -> None:
     assert len(prompt) == 4096
     engine = open_engine(DEMO_MODEL, settings, "cpu")
     try:
-        told = {
-            gated: [step.tokens[0] for step in engine.generate([prompt], 8, Sampling(), gated)]
-            for gated in (False, True)
+        given = {
+            sparse: [step.tokens[0] for step in engine.generate([prompt], 8, Sampling(), sparse)]
+            for sparse in (False, True)
         }
-        assert told[True] == told[False] and session.decode(told[True]).startswith(made.answer)
+        assert given[True] == given[False] and session.decode(given[True]).startswith(made.answer)
         assert engine.prefill_ms is not None and engine.prefill_ms > 0
         assert engine.describe()["engine"] == "transformers" and engine.describe()["dtype"] == "float32"
-        records = engine.gated.take_records()
+        records = engine.sparse.take_records()
     finally:
         engine.close()
     ours = llm.generate(made.prompt, max_new_tokens=8, ignore_eos=True)
-    assert ours.tokens == told[True]
+    assert ours.tokens == given[True]
     assert [record.lengths for record in records] == [[4096 + step] for step in range(8)]
     assert ours.kv_bytes_read < 0.07 * ours.kv_bytes_dense
     assert sum(r.bytes_kv_read_est + r.bytes_summary_read for r in records) == ours.kv_bytes_read
@@ -176,8 +176,8 @@ def test_one_line_turns_it_on_for_whatever_makes_its_own_cache(demo: Any) -> Non
     session = Session.open(backend="cuda", device="cpu", dtype="float32")
     made = demo_document()
     ids = torch.tensor([session.encode(made.prompt)])
-    with eps(demo, method="rq", budget=0.05) as gated:
+    with eps(demo, method="rq", budget=0.05) as sparse:
         said = demo.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
     assert session.decode(said.tolist()).startswith(made.answer)
     # the first token comes from the prompt's own forward
-    assert gated.stats()["steps"] == 5 and gated.stats()["bytes_ratio"] < 0.07 and gated.stats()["fallbacks"] == {}
+    assert sparse.stats()["steps"] == 5 and sparse.stats()["bytes_ratio"] < 0.07 and sparse.stats()["fallbacks"] == {}

@@ -24,7 +24,7 @@ from hf_models import (
 from tiny_models import save_model
 from transformers import AutoTokenizer, pipeline
 
-from eps_cuda.hooks.transformers import EpsCache, eps
+from eps_cuda.integrations.transformers import EpsCache, eps
 
 # ---- ways to generate ----
 
@@ -53,7 +53,7 @@ def test_with_everything_visited_every_way_says_what_sdpa_says(
             said.append(generate(model, ids, mask, cache, **WAYS[way]))
     assert torch.equal(*said)
     gone(cache)
-    assert cache.gated.stats()["bytes_ratio"] == 1
+    assert cache.sparse.stats()["bytes_ratio"] == 1
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "several"])
@@ -82,7 +82,7 @@ def test_gated_every_way_says_what_the_reference_says(name: str, way: str) -> No
         return float(torch.cat(found).max())
 
     assert apart(found[0], found[1]) < 5e-4 < 1e-2 < apart(found[1], found[2])
-    assert ours.gated.stats()["fallbacks"] == {}
+    assert ours.sparse.stats()["fallbacks"] == {}
     gone(ours)
 
 
@@ -99,7 +99,7 @@ def test_drafts_are_verified_by_sdpa_and_taken_back() -> None:
         layer.rows.crop = lambda n, crop=crop, cropped=cropped: (cropped.append(n), crop(n))
         with Attending(model):
             said = generate(model, ids, mask, cache, max_new_tokens=24, **how)
-        # tokens whose drafts were all wrong come of gated steps, others of dense ones
+        # tokens whose drafts were all wrong come of sparse steps, others of dense ones
         assert said.shape == plain.shape and any(cropped)
         assert cache.get_seq_length() == said.shape[1] - 1
         whole = EpsCache(model, WHOLE)
@@ -112,10 +112,10 @@ def test_a_draft_model_under_eps_too() -> None:
     model, assistant, (ids, mask) = tiny("llama"), copy.deepcopy(tiny("llama", seed=1)), prompts([290], seed=8)
     assistant.generation_config.assistant_confidence_threshold = 0.0  # however unsure it is
     plain = generate(model, ids, mask, stock(model), max_new_tokens=12)
-    with eps(model, WHOLE) as gated, eps(assistant, RQ) as drafts:
+    with eps(model, WHOLE) as sparse, eps(assistant, RQ) as drafts:
         said = model.generate(ids, assistant_model=assistant, max_new_tokens=12, do_sample=False)
     assert torch.equal(said, plain)
-    assert drafts.stats()["steps"] > 0 and drafts.stats()["bytes_ratio"] < 0.5 and gated.stats()["fallbacks"] == {}
+    assert drafts.stats()["steps"] > 0 and drafts.stats()["bytes_ratio"] < 0.5 and sparse.stats()["fallbacks"] == {}
 
 
 def test_turns_go_on_in_one_cache() -> None:
@@ -189,10 +189,10 @@ def test_a_pipeline(tmp_path: Any) -> None:
     text = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
     asked = {"text_inputs": ["a" * 70 + "bc", "xyz" * 9], "max_new_tokens": 6, "do_sample": False, "batch_size": 2}
     plain = text(**asked)
-    with eps(model, WHOLE) as gated:
+    with eps(model, WHOLE) as sparse:
         assert text(**asked) == plain
-    assert gated.stats()["steps"] == 5 and gated.stats()["rows"] == 10
-    with eps(model, method="box", group_tokens=2, budget=0.2, first_tokens=2, last_tokens=4) as gated:
+    assert sparse.stats()["steps"] == 5 and sparse.stats()["rows"] == 10
+    with eps(model, method="box", group_size=2, budget=0.2, num_sink_tokens=2, num_recent_tokens=4) as sparse:
         text(**asked)
-    assert gated.stats()["groups_visited"] < 0.4 * gated.stats()["groups_total"]
+    assert sparse.stats()["groups_selected"] < 0.4 * sparse.stats()["groups_total"]
     assert text(**asked) == plain

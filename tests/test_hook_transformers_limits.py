@@ -14,9 +14,9 @@ from hf_models import tiny_config as config_of
 from tiny_models import save_model
 from transformers import DynamicCache, StaticCache
 
-from eps_core.engine import kernels as engine_kernels
 from eps_core.errors import ConfigError
-from eps_cuda.hooks.transformers import EpsCache, eps, plan_of
+from eps_core.integrations import kernels as engine_kernels
+from eps_cuda.integrations.transformers import EpsCache, eps, plan_of
 from eps_cuda.kernels.cpu import KERNELS
 
 # ---- faults, masks, gradients ----
@@ -39,10 +39,10 @@ def test_a_fault_of_ours_is_the_engines_attention_counted_and_loud(
     def broken(*_: Any) -> Any:
         raise RuntimeError("a broken selection")
 
-    monkeypatch.setattr(KERNELS.attend_gated, "run", broken)
+    monkeypatch.setattr(KERNELS.attend_fused, "run", broken)
     with Attending(model), caplog.at_level(logging.ERROR, "eps"):
         assert torch.equal(generate(model, ids, mask, cache), plain)
-    stats = cache.gated.stats()
+    stats = cache.sparse.stats()
     assert stats["fallbacks"] == {"error": 7 * 2 * 2} and stats["bytes_ratio"] == 1
     assert caplog.text.count("a broken selection") >= 1 and len(caplog.records) == 1
 
@@ -54,7 +54,7 @@ def test_a_fault_while_summaries_are_written_loses_no_token(
     plain = generate(model, ids, mask, stock(model))
     check_kernels(model, ids, mask)
     cache = EpsCache(model, RQ)
-    write, calls = cache.gated.eps.write_kv, []
+    write, calls = cache.sparse.backend.write_kv, []
 
     def broken(*args: Any) -> Any:
         calls.append(args)
@@ -62,12 +62,12 @@ def test_a_fault_while_summaries_are_written_loses_no_token(
             raise RuntimeError("a broken write")
         return write(*args)
 
-    monkeypatch.setattr(cache.gated.eps, "write_kv", broken)
+    monkeypatch.setattr(cache.sparse.backend, "write_kv", broken)
     with Attending(model), caplog.at_level(logging.ERROR, "eps"):
         said = generate(model, ids, mask, cache, output_scores=True, return_dict_in_generate=True)
-    # the first layer of that token was gated, all that came after is sdpa over the same keys and values
+    # the first layer of that token was sparse, all that came after is sdpa over the same keys and values
     assert said.sequences.shape == plain.shape and torch.equal(said.sequences[:, :291], plain[:, :291])
-    assert cache.gated.stats()["fallbacks"] == {"error": 2 * (1 + 6 * 2)}
+    assert cache.sparse.stats()["fallbacks"] == {"error": 2 * (1 + 6 * 2)}
     assert len(calls) == 4 and "a broken write" in caplog.text
     whole = EpsCache(model, RQ.replace(budget=1.0))
     calls.clear()
@@ -93,7 +93,7 @@ def test_a_mask_that_is_no_left_padding_is_the_engines(caplog: pytest.LogCapture
             found.append(model(ids[:, 51:52], attention_mask=added, past_key_values=cache).logits)
             found.append(feed(model, cache, ids, torch.ones_like(ids), 52, 53))
     assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[4])
-    assert cache.gated.stats()["fallbacks"] == {"mask": 4}  # the third sees every token: gated
+    assert cache.sparse.stats()["fallbacks"] == {"mask": 4}  # the third sees every token: sparse
     assert not torch.equal(found[2], found[5])
 
 
@@ -125,7 +125,7 @@ def test_the_name_may_be_given_while_loading(tmp_path: Any) -> None:
     assert torch.equal(generate(model, ids, mask, None), expected)  # without our cache it is sdpa
     cache = EpsCache(model.config, RQ)
     generate(model, ids, mask, cache)
-    assert cache.gated.stats()["bytes_ratio"] < 0.5
+    assert cache.sparse.stats()["bytes_ratio"] < 0.5
 
 
 def test_an_own_cache_needs_our_attention() -> None:
@@ -161,14 +161,14 @@ def test_the_context_leaves_everything_as_it_was_after_a_fault_too() -> None:
 
 def test_a_model_has_eps_on_once(tmp_path: Any) -> None:
     model, (ids, _) = tiny("llama"), prompts([300])
-    with eps(model, RQ) as gated:
+    with eps(model, RQ) as sparse:
         for _ in range(2):
             inner = eps(model, RQ.replace(budget=0.9), metrics=tmp_path / "steps.jsonl")
             with pytest.raises(ConfigError, match="EPS on already"), inner:
                 pass
         assert model.config._attn_implementation == "eps" and len(model._forward_pre_hooks) == 1
         model.generate(ids, max_new_tokens=3, do_sample=False)
-    assert gated.stats()["steps"] == 2 and not model._forward_pre_hooks
+    assert sparse.stats()["steps"] == 2 and not model._forward_pre_hooks
 
 
 def test_two_models_at_once() -> None:
@@ -177,7 +177,7 @@ def test_two_models_at_once() -> None:
     for model in (one, two):
         with eps(model, RQ):
             alone.append(model.generate(ids, max_new_tokens=6, do_sample=False))
-    with eps(one, RQ) as first, eps(two, method="box", budget=0.4, group_tokens=16) as second:
+    with eps(one, RQ) as first, eps(two, method="box", budget=0.4, group_size=16) as second:
         assert torch.equal(one.generate(ids, max_new_tokens=6, do_sample=False), alone[0])
         two.generate(ids, max_new_tokens=6, do_sample=False)
         assert torch.equal(one.generate(ids, max_new_tokens=6, do_sample=False), alone[0])
@@ -187,25 +187,25 @@ def test_two_models_at_once() -> None:
 
 def test_two_threads_of_one_model_are_counted_as_one_after_the_other() -> None:
     model, counts = tiny("llama"), []
-    with eps(model, RQ) as gated:
+    with eps(model, RQ) as sparse:
         for workers in (1, 2):
-            gated.reset()
+            sparse.reset()
             with ThreadPoolExecutor(workers) as pool:
                 for made in pool.map(lambda seed: model.generate(prompts([300], seed)[0], max_new_tokens=12), (1, 2)):
                     assert made.shape == (1, 312)
-            counts.append(gated.stats())
+            counts.append(sparse.stats())
     assert counts[0] == counts[1] and counts[0]["fallbacks"] == {} and counts[0]["steps"] == 22
 
 
 def test_a_cache_that_was_passed_in_is_left_alone() -> None:
     model, (ids, mask) = tiny("llama"), prompts([60], seed=17)
     plain = generate(model, ids, mask, stock(model))
-    with eps(model, RQ) as gated:
+    with eps(model, RQ) as sparse:
         mine = stock(model)
         assert torch.equal(generate(model, ids, mask, mine), plain)
-        assert not eps_layers(mine) and gated.stats()["steps"] == 0
+        assert not eps_layers(mine) and sparse.stats()["steps"] == 0
         made = model.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True).past_key_values
-        assert len(eps_layers(made)) == 2 and gated.stats()["steps"] == 2
+        assert len(eps_layers(made)) == 2 and sparse.stats()["steps"] == 2
 
 
 @pytest.mark.parametrize(("asked", "kind"), [("static", "StaticCache"), ("offloaded", "offloaded")])
@@ -226,14 +226,14 @@ def test_memory_goes_with_the_cache() -> None:
     with Attending(model):
         cache = EpsCache(model, RQ)
         generate(model, ids, mask, cache, num_beams=3)
-        gated, paged = cache.gated, eps_layers(cache)[0].rows.paged
+        sparse, paged = cache.sparse, eps_layers(cache)[0].rows.paged
         pool, kept = paged.pool, weakref.ref(paged.cache)
         assert pool.num_live
         del paged, cache
         gc.collect()
     pool.check()
-    assert not pool.num_live and kept() is None and gated.stats()["steps"] == 7
-    with eps(model, RQ) as gated:
+    assert not pool.num_live and kept() is None and sparse.stats()["steps"] == 7
+    with eps(model, RQ) as sparse:
         out = model.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
         kept = weakref.ref(eps_layers(out.past_key_values)[0].rows.paged.cache)
         del out
@@ -246,7 +246,7 @@ def test_memory_goes_with_the_cache() -> None:
 
 def test_plans_say_what_is_left_and_why(caplog: pytest.LogCaptureFixture) -> None:
     for name in FAMILIES:
-        assert plan_of(config_of(name)).gated == plan_of(tiny(name)).gated
+        assert plan_of(config_of(name)).sparse == plan_of(tiny(name)).sparse
     plan = plan_of(tiny("gemma3"))
     assert plan.dense == {0: "sliding window of 24", 2: "sliding window of 24"}
     with caplog.at_level(logging.WARNING, "eps"):
@@ -270,7 +270,10 @@ REFUSED = {
         r"ALiBi \(0-1\)",
     ),
     "layers that share": (lambda: config_of("llama", num_kv_shared_layers=1), r"sharing K and V \(0-1\)"),
-    "modes of sharing": (lambda: config_of("llama", kv_sharing_modes=["store", "reuse"]), r"sharing K and V \(0-1\)"),
+    "modes of sharing": (
+        lambda: config_of("llama", kv_sharing_modes=["cache_config", "reuse"]),
+        r"sharing K and V \(0-1\)",
+    ),
 }
 
 
@@ -313,21 +316,21 @@ def test_settings_are_checked_before_anything_is_touched() -> None:
 
 def test_method_off_is_the_rollback() -> None:
     model, (ids, _) = tiny("llama"), prompts([300])
-    with eps(model, method="off") as gated:
+    with eps(model, method="off") as sparse:
         assert model.config._attn_implementation == "sdpa" and not model._forward_pre_hooks
         model.generate(ids, max_new_tokens=2, do_sample=False)
-    assert gated.stats()["steps"] == 0 and not gated.stats()["on"]
+    assert sparse.stats()["steps"] == 0 and not sparse.stats()["on"]
 
 
 def test_kernels_that_fail_their_check_are_not_used(monkeypatch: Any, caplog: Any) -> None:
     model, (ids, _) = tiny("llama"), prompts([300])
     monkeypatch.setattr(engine_kernels, "_fault", engine_kernels._fault.__wrapped__)  # asked once a shape, else
     monkeypatch.setattr(KERNELS.score, "run", lambda *args: 1 / 0)
-    with eps(model, RQ) as gated:
+    with eps(model, RQ) as sparse:
         made = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
         assert eps_layers(made.past_key_values)[0].rows.paged.cache.kernels == "arrays"
-    assert "array operations instead" in caplog.text and gated.stats()["fallbacks"] == {}
-    assert gated.stats()["steps"] == 3
+    assert "array operations instead" in caplog.text and sparse.stats()["fallbacks"] == {}
+    assert sparse.stats()["steps"] == 3
     with (
         eps(model, RQ, kernels="numba"),
         pytest.raises(ConfigError, match=r"numba failed their check.*--kernels arrays"),
@@ -338,8 +341,8 @@ def test_kernels_that_fail_their_check_are_not_used(monkeypatch: Any, caplog: An
 def test_a_loop_of_ones_own_has_eps_in_its_empty_cache() -> None:
     """A lazily filled stock cache, as one makes it without a config, gets every layer at once."""
     model, (ids, mask) = tiny("llama"), prompts([50])
-    with eps(model, RQ) as gated, torch.no_grad():
+    with eps(model, RQ) as sparse, torch.no_grad():
         cache = DynamicCache()
         feed(model, cache, ids, mask, 0, 49)
         feed(model, cache, ids, mask, 49, 50)
-    assert gated.stats()["steps"] == 1 and len(eps_layers(cache)) == 2
+    assert sparse.stats()["steps"] == 1 and len(eps_layers(cache)) == 2

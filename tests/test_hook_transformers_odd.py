@@ -10,9 +10,9 @@ from hf_models import RQ, WHOLE, Attending, eps_layers, feed, prompts, stock, ti
 from hf_models import tiny_config as config_of
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eps_core.engine import settings as engine_settings
 from eps_core.errors import ConfigError
-from eps_cuda.hooks.transformers import EpsCache, plan_of
+from eps_core.integrations import settings as engine_settings
+from eps_cuda.integrations.transformers import EpsCache, plan_of
 
 # ---- single calls ----
 
@@ -43,11 +43,11 @@ def test_what_attention_is_asked_for_besides_is_the_engines_and_counted(reason: 
         with Attending(model):
             cache = EpsCache(model, RQ)
             assert torch.equal(one_step(model, cache, **more), plain)
-            assert cache.gated.stats()["fallbacks"] == {reason: 2}
+            assert cache.sparse.stats()["fallbacks"] == {reason: 2}
             cache.reset()
-            cache.gated.reset()
+            cache.sparse.reset()
             one_step(model.eval(), cache)
-            assert cache.gated.stats()["fallbacks"] == {}
+            assert cache.sparse.stats()["fallbacks"] == {}
 
 
 def test_learned_sinks_that_reach_attention_are_refused() -> None:
@@ -67,10 +67,10 @@ def test_learned_sinks_that_reach_attention_are_refused() -> None:
 @pytest.mark.parametrize(
     ("layer", "heads", "width", "value_width", "words"),
     [
-        (1, 4, 16, 16, "layer 1 has 4 kv heads of 16 and values of 16, the first gated one 2 of 16"),
-        (1, 2, 8, 8, "layer 1 has 2 kv heads of 8 and values of 8, the first gated one 2 of 16"),
-        (1, 2, 16, 8, "layer 1 has 2 kv heads of 16 and values of 8, the first gated one 2 of 16"),
-        (0, 2, 16, 8, "layer 0 has 2 kv heads of 16 and values of 8, the first gated one 2 of 16"),
+        (1, 4, 16, 16, "layer 1 has 4 kv heads of 16 and values of 16, the first sparse one 2 of 16"),
+        (1, 2, 8, 8, "layer 1 has 2 kv heads of 8 and values of 8, the first sparse one 2 of 16"),
+        (1, 2, 16, 8, "layer 1 has 2 kv heads of 16 and values of 8, the first sparse one 2 of 16"),
+        (0, 2, 16, 8, "layer 0 has 2 kv heads of 16 and values of 8, the first sparse one 2 of 16"),
     ],
 )
 def test_layers_of_several_shapes_are_one_line(
@@ -93,7 +93,7 @@ def test_layers_of_several_shapes_are_one_line(
 
 
 def test_a_batch_may_be_taken_back_into_a_rows_padding() -> None:
-    """The row whose tokens are all gone begins anew, with other padding."""
+    """The row whose tokens are all gone begins again, with other padding."""
     model, (ids, mask) = tiny("llama"), prompts([40, 12], seed=22)
     more, hides = torch.randint(1, 256, (2, 9), generator=torch.manual_seed(1)), torch.ones(2, 9, dtype=torch.int64)
     hides[1, :3] = 0
@@ -108,7 +108,7 @@ def test_a_batch_may_be_taken_back_into_a_rows_padding() -> None:
             cache.crop(-2)
             found.append([*logits, feed(model, cache, again, seen, 11, 12)[:, -1]])
     assert all(torch.equal(mine, its) for mine, its in zip(found[1], found[0], strict=True))
-    assert cache.gated.stats()["fallbacks"] == {} and cache.gated.stats()["rows"] == 4
+    assert cache.sparse.stats()["fallbacks"] == {} and cache.sparse.stats()["rows"] == 4
 
 
 # ---- plans ----
@@ -116,7 +116,7 @@ def test_a_batch_may_be_taken_back_into_a_rows_padding() -> None:
 
 def test_learned_sinks_are_found_by_a_parameters_name() -> None:
     model = copy.deepcopy(tiny("llama"))
-    assert plan_of(model).gated == (0, 1)
+    assert plan_of(model).sparse == (0, 1)
     model.model.layers[1].self_attn.register_parameter("sinks", torch.nn.Parameter(torch.zeros(4)))
     with pytest.raises(ConfigError, match=r"nothing to gate.*learned sinks \(0-1\)"):
         EpsCache(model, RQ)
@@ -126,7 +126,7 @@ def test_layers_that_look_at_a_picture_stay_dense() -> None:
     text = transformers.MllamaConfig().text_config
     text.num_hidden_layers, text.cross_attention_layers = 4, [1, 3]
     plan = plan_of(text)
-    assert plan.gated == (0, 2) and plan.dense == {1: "cross attention", 3: "cross attention"}
+    assert plan.sparse == (0, 2) and plan.dense == {1: "cross attention", 3: "cross attention"}
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,18 +15,18 @@ import pytest
 from command import free_port, served
 from tiny_models import save_model
 
-from eps_core.engine.settings import Settings, to_environment
 from eps_core.errors import ConfigError
-from eps_cuda.hooks.transformers import serve
+from eps_core.integrations.settings import Settings, to_environment
+from eps_cuda.integrations.transformers import serve
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = Settings.of({"method": "box", "group_tokens": 2, "budget": 0.2, "first_tokens": 2, "last_tokens": 4})
+SETTINGS = Settings.of({"method": "box", "group_size": 2, "budget": 0.2, "num_sink_tokens": 2, "num_recent_tokens": 4})
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CODE = """
 import sys
 from pathlib import Path
-from eps_core.engine.settings import Settings, from_environment
-from eps_cuda.hooks.transformers import serve
+from eps_core.integrations.settings import Settings, from_environment
+from eps_cuda.integrations.transformers import serve
 sys.exit(serve(Path(sys.argv[1]), Settings.of(from_environment()), "127.0.0.1", int(sys.argv[2]), ["--device", "cpu"]))
 """
 
@@ -49,8 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int,
 
 def stats(port: int) -> dict[str, Any]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/eps/stats", timeout=30) as answer:
-        told: dict[str, Any] = json.load(answer)
-    return told
+        given: dict[str, Any] = json.load(answer)
+    return given
 
 
 def test_a_client_is_answered_in_a_stream_and_eps_is_in_it(server: Any) -> None:
@@ -62,8 +62,8 @@ def test_a_client_is_answered_in_a_stream_and_eps_is_in_it(server: Any) -> None:
     whole = client.completions.create(**ask).choices[0].text
     pieces = [one.choices[0].text for one in client.completions.create(**ask, stream=True) if one.choices]
     assert "".join(pieces) == whole and len(pieces) >= 8
-    told = stats(port)
-    assert told["steps"] - before == 14 and told["fallbacks"] == {} and told["bytes_ratio"] < 0.5
+    given = stats(port)
+    assert given["steps"] - before == 14 and given["fallbacks"] == {} and given["bytes_ratio"] < 0.5
     message = [{"role": "user", "content": "ab" * 150}]
     said = client.chat.completions.create(model=model, messages=message, max_tokens=8, temperature=0, stream=True)
     assert sum(bool(one.choices and one.choices[0].delta.content) for one in said) >= 7

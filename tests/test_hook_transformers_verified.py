@@ -15,14 +15,14 @@ from hf_models import RQ, Attending, eps_layers, feed, gone, prompts, stock, tin
 from tiny_models import save_model
 from transformers import AutoTokenizer, TextIteratorStreamer
 
-from eps_core.config.verify import DEFAULT_DRAFTS, Verify
-from eps_core.engine.gated import Gated
-from eps_core.engine.paged import Paged
-from eps_core.engine.settings import Settings
-from eps_core.engine.verified import Round
+from eps_core.config.speculative import DEFAULT_DRAFTS, SpeculativeConfig
 from eps_core.errors import ConfigError
-from eps_cuda.hooks.transformers import EpsCache, eps, open_engine
-from eps_cuda.hooks.vllm.asked import refuse_verified
+from eps_core.integrations.layers import SparseAttention
+from eps_core.integrations.paged import Paged
+from eps_core.integrations.settings import Settings
+from eps_core.integrations.verified import Round
+from eps_cuda.integrations.transformers import EpsCache, eps, open_engine
+from eps_cuda.integrations.vllm.asked import refuse_verified
 
 VERIFIED: dict[str, Any] = {"config": RQ, "verify": "tokens"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -38,8 +38,8 @@ def said(model: Any, ids: Any, **how: Any) -> Any:
     return model.generate(ids, **{"do_sample": False, "max_new_tokens": NEW, **how})
 
 
-def verified(gated: Gated) -> dict[str, Any]:
-    found: dict[str, Any] = gated.stats()["verified"]
+def verified(sparse: SparseAttention) -> dict[str, Any]:
+    found: dict[str, Any] = sparse.stats()["verified"]
     return found
 
 
@@ -53,14 +53,14 @@ def test_the_text_is_that_of_the_model_alone(name: str, way: str, drafts: Any) -
     """Drawn ones, too: of the seed. Every other layer of gemma3 has a window, which drafts are taken back out of."""
     model, (ids, _) = tiny(name), prompts([290], seed=3)
     plain = said(model, ids, **WAYS[way])
-    with eps(model, **VERIFIED, draft=drafts) as gated:
+    with eps(model, **VERIFIED, draft=drafts) as sparse:
         assert torch.equal(said(model, ids, **WAYS[way]), plain)
-        found = verified(gated)
+        found = verified(sparse)
     assert found["new_tokens"] == NEW - 1  # the first one is its prompt's
     assert found["rounds"] + found["accepted"] == NEW - 1
     assert bool(found["drafted"]) == (drafts != 0)
-    assert found["fallbacks"] == {} == gated.stats()["fallbacks"]
-    assert drafts == 0 or gated.stats()["bytes_ratio"] < 0.5
+    assert found["fallbacks"] == {} == sparse.stats()["fallbacks"]
+    assert drafts == 0 or sparse.stats()["bytes_ratio"] < 0.5
 
 
 @pytest.mark.parametrize("broken", ["noise", "nan", "raises"])
@@ -69,19 +69,19 @@ def test_whatever_the_gate_says_the_text_stays(broken: str, monkeypatch: pytest.
     plain = {way: said(model, ids, **how) for way, how in WAYS.items()}
     numbers = torch.Generator().manual_seed(0)
 
-    def attend(self: Gated, cache: Any, layer: int, q: Any, where: Any, dense: Any) -> Any:
+    def attend(self: SparseAttention, cache: Any, layer: int, q: Any, plan: Any, dense: Any) -> Any:
         if broken == "raises":
             raise RuntimeError("no gate today")
         return torch.full_like(q, torch.nan) if broken == "nan" else torch.randn(q.shape, generator=numbers)
 
     if broken == "raises":
-        monkeypatch.setattr("eps_core.engine.gated.attend_layer", attend)
+        monkeypatch.setattr("eps_core.integrations.layers.sparse_attention", attend)
     else:
-        monkeypatch.setattr(Gated, "attend", attend)
+        monkeypatch.setattr(SparseAttention, "attend", attend)
     for way, how in WAYS.items():
-        with eps(model, **VERIFIED, draft=6) as gated:
+        with eps(model, **VERIFIED, draft=6) as sparse:
             assert torch.equal(said(model, ids, **how), plain[way]), way
-            found = verified(gated)
+            found = verified(sparse)
         # without a gate drafts are the model's own dense steps
         assert found["acceptance"] == 1 if broken == "raises" else found["acceptance"] < 0.3
 
@@ -97,7 +97,7 @@ def test_a_verify_pass_that_keeps_what_was_drafted_is_found_out(monkeypatch: pyt
         return drafting(self, start, count)
 
     monkeypatch.setattr(Round, "slots", slots)
-    monkeypatch.setattr(Gated, "attend", lambda self, cache, layer, q, where, dense: torch.ones_like(q))
+    monkeypatch.setattr(SparseAttention, "attend", lambda self, cache, layer, q, plan, dense: torch.ones_like(q))
     with eps(model, **VERIFIED, draft=6):
         assert not torch.equal(said(model, ids), plain)
 
@@ -110,35 +110,35 @@ def test_what_cannot_be_written_is_dense_from_then_on(monkeypatch: pytest.Monkey
         raise RuntimeError("no room")
 
     monkeypatch.setattr(Paged, "place", place)
-    with eps(model, **VERIFIED, draft=3) as gated:
+    with eps(model, **VERIFIED, draft=3) as sparse:
         assert torch.equal(said(model, ids), plain)
-        found = verified(gated)
+        found = verified(sparse)
     assert found["fallbacks"]["error"] == found["rounds"] - 1 and found["drafted"] == 3
 
 
 def test_an_end_in_the_middle_of_a_round_ends_the_text() -> None:
     model, (ids, _) = tiny("gemma3"), prompts([290], seed=3)
     plain = said(model, ids)
-    with eps(model, **VERIFIED, draft=8) as gated:
+    with eps(model, **VERIFIED, draft=8) as sparse:
         for end in range(1, 8):
             token = int(plain[0, ids.shape[1] + end])
             with_stop = said(model, ids, eos_token_id=token)
             first = plain[0, ids.shape[1] :].tolist().index(token)
             assert with_stop.tolist() == plain[:, : ids.shape[1] + first + 1].tolist()
             assert torch.equal(said(model, ids, max_new_tokens=end), plain[:, : ids.shape[1] + end])
-        assert verified(gated)["accepted"]
+        assert verified(sparse)["accepted"]
 
 
 def test_a_prompt_below_the_least_context_is_dense() -> None:
     model, (ids, _) = tiny("llama"), prompts([240], seed=4)
     plain = said(model, ids, max_new_tokens=30)
-    with eps(model, **VERIFIED, draft=4) as gated:
-        gated.config = gated.config.replace(min_context=265)
+    with eps(model, **VERIFIED, draft=4) as sparse:
+        sparse.config = sparse.config.replace(min_context=265)
         assert torch.equal(said(model, ids, max_new_tokens=30), plain)
-        assert verified(gated)["fallbacks"]["min_context"] == 24  # rounds, before 265 tokens are there
-        gated.on = False
-        gated.reset()
-        assert torch.equal(said(model, ids, max_new_tokens=30), plain) and not verified(gated)["rounds"]
+        assert verified(sparse)["fallbacks"]["min_context"] == 24  # rounds, before 265 tokens are there
+        sparse.on = False
+        sparse.reset()
+        assert torch.equal(said(model, ids, max_new_tokens=30), plain) and not verified(sparse)["rounds"]
 
 
 def test_scores_logits_and_the_cache_are_returned_and_texts_streamed(tmp_path: Path) -> None:
@@ -168,12 +168,12 @@ def test_scores_logits_and_the_cache_are_returned_and_texts_streamed(tmp_path: P
 def test_a_round_leaves_what_dense_decoding_leaves(name: str) -> None:
     """K, V, what a summary says of every group, and the windows of layers that have one."""
     model, (ids, _) = tiny(name), prompts([270], seed=5)
-    with eps(model, **VERIFIED, draft=7) as gated:
-        cache = EpsCache(model, gated=gated)
+    with eps(model, **VERIFIED, draft=7) as sparse:
+        cache = EpsCache(model, sparse=sparse)
         out = said(model, ids, past_key_values=cache, max_new_tokens=40)
-        assert verified(gated)["rolled_back"]
+        assert verified(sparse)["rolled_back"]
     plain = EpsCache(model, RQ)
-    plain.gated.on = False
+    plain.sparse.on = False
     with Attending(model), torch.no_grad():
         for start, end in [(0, 270), *((i, i + 1) for i in range(270, out.shape[1] - 1))]:
             feed(model, plain, out, torch.ones_like(out), start, end)
@@ -184,9 +184,9 @@ def test_a_round_leaves_what_dense_decoding_leaves(name: str) -> None:
     q = torch.randn(1, 4, eps_layers(cache)[0].rows.paged.cache.spec.head_dim, generator=torch.manual_seed(1))
     estimates = []
     for rows in (eps_layers(cache)[0].rows, eps_layers(plain)[0].rows):
-        where = rows.paged.where(RQ, rows.sequences)
+        plan = rows.paged.plan(RQ, rows.sequences)
         by_layer = [
-            rows.paged.eps.score(rows.paged.cache, layer, q, where).estimate
+            rows.paged.backend.score(rows.paged.cache, layer, q, plan).estimate
             for layer in range(rows.paged.cache.spec.num_layers)
         ]
         estimates.append(torch.stack(by_layer))
@@ -209,8 +209,8 @@ def test_a_round_that_something_ends_is_taken_back(monkeypatch: pytest.MonkeyPat
             if self.num_puts > 3:
                 raise KeyboardInterrupt
 
-    with eps(model, **VERIFIED, draft=3) as gated:
-        cache = EpsCache(model, gated=gated)
+    with eps(model, **VERIFIED, draft=3) as sparse:
+        cache = EpsCache(model, sparse=sparse)
         with pytest.raises(KeyboardInterrupt):
             said(model, ids, past_key_values=cache, streamer=Full())
         rows = eps_layers(cache)[0].rows
@@ -250,12 +250,12 @@ def test_what_is_not_one_prompt_decoded_plainly_is_as_it_was(caplog: pytest.LogC
     }
     asked = {name: ids if name == "batch" else ids[:1] for name in ways}
     plain = {name: said(model, asked[name], **how) for name, how in ways.items()}
-    with eps(model, **VERIFIED, draft=4) as gated:
+    with eps(model, **VERIFIED, draft=4) as sparse:
         with caplog.at_level(logging.WARNING, "eps"):
             for name in plain:
                 assert torch.equal(said(model, asked[name], **ways[name]), plain[name]), name
         assert [one.message.split(" is")[0] for one in caplog.records if one.name == "eps"] == ["eps: a batch"]
-        assert not verified(gated)["rounds"] and not gated.stats()["steps"]
+        assert not verified(sparse)["rounds"] and not sparse.stats()["steps"]
         own = stock(model)
         with torch.no_grad():
             model(ids[:1, :-1], past_key_values=own)
@@ -291,7 +291,7 @@ def test_settings_go_there_and_back() -> None:
     for flat in ({}, {"draft": "auto"}, {"draft": 3, "draft_most": 9}, {"draft_most": 5}):
         settings = Settings.of({"method": "rq", "verify": "tokens", **flat})
         assert Settings.of(settings.flat()) == settings
-    assert settings.verify == Verify("tokens", 5, 5)
+    assert settings.verify == SpeculativeConfig("tokens", 5, 5)
     assert Settings.of({"method": "rq", "verify": "tokens"}).verify.draft == DEFAULT_DRAFTS
 
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from eps_core.cli.report import report_command
 from eps_core.errors import ConfigError
 from eps_core.report import figures
-from eps_core.report.cells import arm_name
+from eps_core.report.cells import variant_name
 from eps_core.report.kinds import clean
 from eps_core.report.load import Results, load_results
 from eps_core.report.page import page
@@ -32,21 +32,23 @@ VOID = {"meta", "path", "br"}
 def cell(**values: Any) -> dict[str, Any]:
     """A cell with every field of a grid's."""
     return {
-        "type": "cell", "context_tokens": 32768, "method": "rq", "group_tokens": 2, "bits": 1, "dim": None,
+        "type": "cell", "context_tokens": 32768, "method": "rq", "group_size": 2, "bits": 1, "dim": None,
         "policy": "topk", "batch": 1, "bytes_ratio": 0.12, "kl_mean": 0.002, "top1_agreement": 0.99,
-        "num_needles": 1000, "needles_answered": 998, "needles_dense": 1000, "visit_ratio": 0.1, "forced_ratio": 0.02,
-        "decode_ms_p50": 8.0, "decode_ms_p95": 9.0, "dense_decode_ms_p50": 10.0, "dense_decode_ms_p95": 12.0,
-        "device": "cuda", "strict": False, **values,
+        "num_needles": 1000, "needles_answered": 998, "needles_dense": 1000, "selected_ratio": 0.1,
+        "always_selected_ratio": 0.02, "decode_ms_p50": 8.0, "decode_ms_p95": 9.0, "dense_decode_ms_p50": 10.0,
+        "dense_decode_ms_p95": 12.0, "device": "cuda", "strict": False, **values,
     }  # fmt: skip
 
 
 def test_an_arm_is_named_by_what_sets_it_apart() -> None:
-    usual = {"refine": 0.0, "tail_tokens": 0, "guards": [4, 8], "bound_bits": 0, "scope": "kv-head"}
-    assert arm_name(cell(**usual)) == "rq 1 bit S=2"
-    other = {"refine": 0.125, "tail_tokens": 64, "guards": [16, 128], "bound_bits": 8, "scope": "union"}
-    assert arm_name(cell(**other)) == "rq 1 bit S=2 +1 bit tail guards 16+128 8 bit bounds union"
-    assert arm_name(cell(**usual, mean_tokens=32, stages=[0.25])) == "rq 1 bit S=2 about 32"
-    assert arm_name(cell(**usual, mean_tokens=64, stages=None)) == "rq 1 bit S=2 about 64, whole"
+    usual = {"rescore": 0.0, "correction_tokens": 0, "sink_recent": [4, 8], "bound_bits": 0, "scope": "kv-head"}
+    assert variant_name(cell(**usual)) == "rq 1 bit S=2"
+    other = {"rescore": 0.125, "correction_tokens": 64, "sink_recent": [16, 128], "bound_bits": 8, "scope": "union"}
+    assert (
+        variant_name(cell(**other)) == "rq 1 bit S=2 +1 bit correction sink and recent tokens 16+128 8 bit bounds union"
+    )
+    assert variant_name(cell(**usual, mean_tokens=32, cascade=[0.25])) == "rq 1 bit S=2 about 32"
+    assert variant_name(cell(**usual, mean_tokens=64, cascade=None)) == "rq 1 bit S=2 about 64, whole"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -63,7 +65,7 @@ def verified_cell(draft: int | None, temperature: float) -> dict[str, Any]:
 
 def whole_results() -> dict[str, list[dict[str, Any]]]:
     """Lines of every kind, by file."""
-    shared = {"visit_ratio_by_layer_and_head": [[0.1, 0.4], [0.9, 0.2]], "mass_skipped_cert_max": 0.5}
+    shared = {"selected_ratio_by_layer_and_head": [[0.1, 0.4], [0.9, 0.2]], "skipped_mass_bound_max": 0.5}
     grid: list[dict[str, Any]] = [
         {"type": "run", "kind": "grid", "device": "cuda", "model": "demo<&>"},
         {"type": "resume"},
@@ -71,7 +73,7 @@ def whole_results() -> dict[str, list[dict[str, Any]]]:
             cell(index=i, context_tokens=context, bytes_ratio=ratio, kl_mean=0.001 / ratio, **shared)
             for i, (context, ratio) in enumerate(((8192, 0.1), (8192, 0.2), (32768, 0.1), (32768, 0.2)))
         ),
-        cell(method="ball", bits=None, group_tokens=8, mass_pairs=[[0.5, 0.1], [0.2, 0.2], [1.0, 0.0]], **shared),
+        cell(method="ball", bits=None, group_size=8, mass_pairs=[[0.5, 0.1], [0.2, 0.2], [1.0, 0.0]], **shared),
         {**cell(), "skipped": "context 65536 is past the model's <b>", "bytes_ratio": None},
         *(verified_cell(draft, temperature) for draft in (4, 8, 16, None) for temperature in (0.0, 0.8)),
     ]
@@ -79,28 +81,28 @@ def whole_results() -> dict[str, list[dict[str, Any]]]:
         "dim": (4, 8, 16),
         "alpha": (1.0, 1.05, 1.1),
         "last_n": (4, 8),
-        "group_tokens": (64, 128),
+        "group_size": (64, 128),
     }.items():
         for value in values:
-            setting = {"dim": 8, "alpha": 1.1, "last_n": 8, "group_tokens": None, **{axis: value}}
-            jl = {"method": "jl", "policy": "threshold", "bits": None, "group_tokens": 128}
+            setting = {"dim": 8, "alpha": 1.1, "last_n": 8, "group_size": None, **{axis: value}}
+            jl = {"method": "jl", "policy": "threshold", "bits": None, "group_size": 128}
             jl |= {name: setting[name] for name in ("dim", "alpha") if setting[name] is not None}
             grid.append(cell(**{**jl, axis: value, "setting": setting, "kl_mean": 0.01 * float(value)}))
     run = [
         {"type": "run", "backend": "cuda", "device": "cpu", "config": {"method": "box", "policy": "topk"}},
-        {"type": "step", "step": 0, "mass_skipped_cert": 0.3, "mass_skipped_true": 0.1},
-        {"type": "step", "step": 1, "mass_skipped_cert": None},
-        {"type": "summary", "visit_ratio": 0.3, "prompt_tokens": 4095, "bytes_ratio": 0.2, "decode_ms_p50": 3.0,
+        {"type": "step", "step": 0, "skipped_mass_bound_max": 0.3, "skipped_mass_true_max": 0.1},
+        {"type": "step", "step": 1, "skipped_mass_bound_max": None},
+        {"type": "summary", "selected_ratio": 0.3, "prompt_tokens": 4095, "bytes_ratio": 0.2, "decode_ms_p50": 3.0,
          "dense": {"decode_ms_p50": 2.0}, **shared},
     ]  # fmt: skip
     evaluated = [
         {"type": "run", "model": "demo_model", "device": "cpu"},
-        {"type": "cell", "context_tokens": 4096, "method": "oracle", "group_tokens": 16, "bits": None, "dim": None,
+        {"type": "cell", "context_tokens": 4096, "method": "oracle", "group_size": 16, "bits": None, "dim": None,
          "byte_budget": 0.1, "bytes_ratio": 0.1, "kl_mean": 0.004, "num_needles": 50, "needles_answered": 50,
          "needles_dense": 50},
     ]  # fmt: skip
     asked = [
-        {"type": "run", "kind": "evaluate", "model": "demo", "config": {"method": "rq", "group_tokens": 2, "bits": 1}},
+        {"type": "run", "kind": "evaluate", "model": "demo", "config": {"method": "rq", "group_size": 2, "bits": 1}},
         *({"type": "sample", "index": index} for index in range(2)),
         {"type": "task", "task": "vt", "context_tokens": 4096, "num_samples": 2, "dense": 1.0, "eps": 0.75,
          "eps_minus_dense": -0.25, "eps_minus_dense_interval": [-0.5, 0.0], "bytes_ratio": 0.125},
@@ -172,7 +174,7 @@ def test_the_page_of_everything(tmp_path: Path) -> None:
     html = page(load_results(write(tmp_path, whole_results())))
     checked(html)
     # two plots for each of 3 contexts, of verified decoding, bytes kept and of 4 axes, tasks, text, visited, time,
-    # certificates, six maps of seven
+    # error bounds, six maps of seven
     assert html.count("<svg") == 6 + 2 + 2 + 8 + 2 + 3 + 6
     assert "0.900 [0.850, 0.950]" in html and "6 of 6" in html
     assert html.count("<figcaption>") == html.count('role="img"') == html.count("<svg")
@@ -208,8 +210,8 @@ def test_odd_values_leave_a_page(tmp_path: Path) -> None:
         {"type": "cell", "bytes_ratio": 0.1},
         cell(kl_mean=0.0, needles_answered=None),
         cell(context_tokens=None, method=None, policy=None, setting=None, batch=2),
-        cell(visit_ratio_by_layer_and_head=[[0.1], [0.2, 0.3]], mass_pairs=[[None, 0.1]]),
-        cell(visit_ratio_by_layer_and_head="no", device=None),
+        cell(selected_ratio_by_layer_and_head=[[0.1], [0.2, 0.3]], mass_pairs=[[None, 0.1]]),
+        cell(selected_ratio_by_layer_and_head="no", device=None),
         {"type": "step"},
         {"type": "summary"},
         {"type": "run", "config": [1]},
@@ -328,6 +330,6 @@ def test_pages_are_made_on_demand_and_not_kept() -> None:
 
 
 def test_a_round_tells_the_mass_of_each_depth() -> None:
-    line = {"type": "round", "mass_skipped_true": [0.4, 0.1]}
+    line = {"type": "round", "skipped_mass_true_max": [0.4, 0.1]}
     assert clean(line) == (line, [])
-    assert len(clean(line | {"type": "step"})[1]) == 1 and len(clean(line | {"mass_skipped_true": 0.4})[1]) == 1
+    assert len(clean(line | {"type": "step"})[1]) == 1 and len(clean(line | {"skipped_mass_true_max": 0.4})[1]) == 1

@@ -109,12 +109,12 @@ def refused(done: subprocess.CompletedProcess, *says: str) -> bool:
 def test_what_is_not_cached_is_one_line_offline(name: str, model: Path, tmp_path: Path) -> None:
     environment = cached(model, tmp_path / "cache")
     done = call("run", f"--model={name}", "--prompt", "abc", env=environment, cwd=tmp_path)
-    mend = (
+    fix = (
         "HF_HUB_OFFLINE is set: unset it"
         if name in ("other/model", f"{NAME}@v2")
         else "is no directory: give the folder"
     )
-    assert refused(done, mend, name.partition("@")[0])
+    assert refused(done, fix, name.partition("@")[0])
 
 
 def test_a_snapshot_without_its_weights_is_one_line(model: Path, tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ WITHOUT_WAITS = "import time; time.sleep = lambda seconds: None\nfrom eps_core.c
 @pytest.mark.parametrize(
     ("fault", "of_files", "says"),
     [
-        ((401, "GatedRepo"), False, ("is gated: accept its terms", "HF_TOKEN")),
-        ((403, "GatedRepo"), True, ("is gated: accept its terms", "HF_TOKEN")),
+        ((401, "GatedRepo"), False, ("is sparse: accept its terms", "HF_TOKEN")),
+        ((403, "GatedRepo"), True, ("is sparse: accept its terms", "HF_TOKEN")),
         ((401, "RepoNotFound"), False, ("neither a directory here nor a repository", "HF_TOKEN")),
         ((404, "RepoNotFound"), False, ("neither a directory here nor a repository", "check the name")),
         ((404, "RevisionNotFound"), False, ("has no revision 'v3'",)),

@@ -1,4 +1,4 @@
-"""Of a model of which some layers alone are gated, both ratios are said: of these layers, and of all its KV reads."""
+"""Of a model of which some layers alone are sparse, both ratios are said: of these layers, and of all its KV reads."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from command import outcome
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from eps_core.engine.plan import Plan
+from eps_core.integrations.plan import Plan
 
 WINDOW, PROMPT, NEW = 32, "the rain fell in torrents. " * 9, 4
 

@@ -20,10 +20,10 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.cost import Cost
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError, fault_line, one_line, shown
-from eps_core.evaluation.capture import METADATA_KEY, CaptureRequest, capture, first_tokens, open_capture
+from eps_core.evaluation.capture import METADATA_KEY, CaptureRequest, capture, num_sink_tokens, open_capture
 from eps_core.evaluation.replay import check_alike
-from eps_core.files import inputs
-from eps_core.files.records import Between, convert
+from eps_core.io import inputs
+from eps_core.io.records import Between, convert
 from eps_core.models import tokenizer
 from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.tasks.benchmarks import load_longbench, load_ruler
@@ -189,7 +189,7 @@ def test_values_are_of_their_kinds() -> None:
         ([1, 2, 3], tuple[int, int], "[1, 2, 3] is not a list of 2"),
         ({"a": {}}, {"a": int}, "a {} is not a whole number"),
         ({}, {"a": int}, "a None is not a whole number"),
-        ({"contexts": []}, Cost, "unknown or missing dense_ms, gated_ms"),
+        ({"contexts": []}, Cost, "unknown or missing dense_ms, sparse_ms"),
         (1.5, Annotated[float, Between(0, 1)], "1.5 is not within 0 to 1"),
         ("ab", Annotated[str, Between(0, 1)], "'ab' is not within 0 to 1 characters"),
     ):
@@ -234,7 +234,7 @@ def test_a_long_prompt_is_refused_before_it_is_read_whole(tmp_path: Path, most_e
 def test_a_long_text_is_encoded_as_far_as_it_is_used(tmp_path: Path, most_encoded: list[int]) -> None:
     session = Session.open(backend="numpy")
     text = write(tmp_path / "t", "é and so on, " * 100_000)
-    assert first_tokens(session, text, 300).tokens == session.encode("é and so on, " * 40)[:300]
+    assert num_sink_tokens(session, text, 300).tokens == session.encode("é and so on, " * 40)[:300]
     assert sum(most_encoded) < 10_000
     assert session.encode("abc" * 9, most_tokens=2) == session.encode("abc" * 9)
 

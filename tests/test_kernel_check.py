@@ -8,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec, Store
 from eps_core.decode import session as session_module
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 
-CONFIGS = [EpsConfig.of(), EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_tokens=32)]
+CONFIGS = [EpsConfig.of(), EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_size=32)]
 
 
 @pytest.mark.kernels("numba")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.store.method)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.cache_config.method)
 def test_kernels_agree_with_arrays(target, config, dtype) -> None:
     backend, device = target
     for kernels in set(backend.usable_kernels(device)) - {"triton"}:  # slow in the interpreter; conformance has it
@@ -59,14 +59,14 @@ def raises(result):
         ("attend", lambda r: (r[0], r[1] + 0.1), "dense lse differ by"),
         ("attend", lambda r: (r[0] * np.nan, r[1]), "dense outputs differ"),
         ("attend_rows", lambda r: replace(r, out=r.out * 1.5), "verified outputs differ by"),
-        ("attend_rows", lambda r: replace(r, visited_lse=r.visited_lse + 0.1), "verified lse of what was visited"),
-        ("attend_tail", lambda r: (r[0], r[1] + 0.1), "tail lse differ by"),
+        ("attend_rows", lambda r: replace(r, selected_lse=r.selected_lse + 0.1), "verified lse of what was selected"),
+        ("attend_correction", lambda r: (r[0], r[1] + 0.1), "correction lse differ by"),
         (
             "score",
             lambda r: type(r)(r.estimate * 1.01, None, None, r.num_missing, kernels=r.kernels),
             "estimates differ",
         ),
-        ("select", lambda r: type(r)(r.groups * 0 + 1, r.counts, r.uniform, r.forced), "groups differ"),
+        ("select", lambda r: type(r)(r.groups * 0 + 1, r.counts, r.uniform, r.always_selected), "groups differ"),
         ("attend", raises, "RuntimeError: no such instruction"),
     ],
 )
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_named(monkeypatch, name, change, expected) -> None:
     import eps_cuda
 
     monkeypatch.setattr(eps_cuda, name, broken(eps_cuda, name, change))
-    config = EpsConfig.of(method="rq").with_tail()
+    config = EpsConfig.of(method="rq").with_correction()
     fault = disagreement(eps_cuda, "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, config, verified=True)
     assert fault is not None and expected in fault
 
@@ -88,10 +88,10 @@ def test_only_kernels_that_nobody_named_fall_back(monkeypatch, capsys, named, fo
     line = "kernels numba failed their check on this device (wrong)"
     if found and named != "auto":
         with pytest.raises(ConfigError, match=r"wrong.*choose --kernels arrays"):
-            session.cache(Store(), 64)
+            session.cache(CacheConfig(), 64)
         return
     for _ in range(2):
-        session.cache(Store(), 64)
+        session.cache(CacheConfig(), 64)
     assert len(checks) == 1, "a cache that keeps the same is checked once"
     assert (session.kernels, session.fault) == (("arrays", line) if found else ("numba", None))
     assert capsys.readouterr().err == (f"{line}: array operations instead\n" if found else "")
@@ -101,21 +101,21 @@ def test_arrays_and_emulated_kernels_are_not_checked(monkeypatch) -> None:
     monkeypatch.setattr(session_module, "disagreement", lambda *args: "wrong")
     for kernels in ("arrays", "triton"):
         session = Session.open(None, "cuda", "cpu", kernels=kernels)
-        session.check_kernels(Store())
+        session.check_kernels(CacheConfig())
         assert session.kernels == kernels and session.fault is None
 
 
-@pytest.mark.parametrize("tail_tokens", [0, 128])
+@pytest.mark.parametrize("correction_tokens", [0, 128])
 @pytest.mark.parametrize("change", [
     lambda one: replace(one, out=one.out * 1.5), lambda one: replace(one, out=one.out * float("nan")),
     lambda one: replace(one, lse=one.lse + 0.1),
 ])  # fmt: skip
-def test_a_whole_layer_that_is_not_its_parts_is_named(monkeypatch, change, tail_tokens) -> None:
+def test_a_whole_layer_that_is_not_its_parts_is_named(monkeypatch, change, correction_tokens) -> None:
     import eps_cuda
     from eps_cuda.kernels.cpu import KERNELS
 
-    kernel = KERNELS.attend_gated
-    real, config = kernel.run, EpsConfig.of(method="rq", tail_tokens=tail_tokens)
+    kernel = KERNELS.attend_fused
+    real, config = kernel.run, EpsConfig.of(method="rq", correction_tokens=correction_tokens)
     shape = "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, config
     assert disagreement(eps_cuda, *shape) is None
     monkeypatch.setattr(kernel, "run", lambda *at: change(real(*at)))
@@ -129,24 +129,24 @@ import numpy as np
 import torch
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_core.cpu import compile
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document, decode
-from eps_core.paging.rows import Rows
+from eps_core.kv_cache.rows import Rows
 
 session, config, asked = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16"), EpsConfig.of(method="rq"), []
-session.check_kernels(Store())
-session.check_kernels(config.store, verified=True)
+session.check_kernels(CacheConfig())
+session.check_kernels(config.cache_config, verified=True)
 real = compile._Kept.load_overload
 compile._Kept.load_overload = lambda self, *args: asked.append(self._name) or real(self, *args)
 tokens = [1 + i % 90 for i in range(5000)]  # past what selection does alone
-cache, pool = session.cache(config.store, len(tokens) + 4)
-decode(session, cache, pool, [Document(tokens, 4)], config.read)
+cache, pool = session.cache(config.cache_config, len(tokens) + 4)
+decode(session, cache, pool, [Document(tokens, 4)], config.selection_config)
 rows, spec = Rows.of(np.arange(4)[None], np.array([200]), np.array([3])), cache.spec
-q, visit = torch.ones(3, session.spec.num_heads, spec.head_dim), torch.ones(3, spec.num_kv_heads, 128) > 0
+q, selected_mask = torch.ones(3, session.spec.num_heads, spec.head_dim), torch.ones(3, spec.num_kv_heads, 128) > 0
 for query in (q, q.bfloat16()):
-    for given in ((), (visit,)):
+    for given in ((), (selected_mask,)):
         session.backend.attend_rows(cache, 0, query, rows, *given)
 print(asked)
 """

@@ -1,5 +1,5 @@
 """K and V held as codes: the quantiser on every backend, exact bytes, and that everything else follows from what
-attention reads. `test_conformance.py` and `test_certificate.py` run their cases over such caches, too."""
+attention reads. `test_conformance.py` and `test_error_bounds.py` run their cases over such caches, too."""
 
 import json
 from pathlib import Path
@@ -10,18 +10,18 @@ import pytest
 import tiny_models
 from command import outcome
 
-from eps_core import LLM, oracle
+from eps_core import LLM, reference
 from eps_core.config.bytes import kv_bytes
+from eps_core.config.cache import DTYPE_BYTES, CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import FORMATS, FormatName, KvFormats
-from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
-from eps_core.oracle import codes as oracle_codes
+from eps_core.reference import codes as oracle_codes
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5
 HALF_STEP = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of a cast
-CONFIG = EpsConfig.of(method="box", group_tokens=4, first_tokens=4, last_tokens=8, budget=0.3)
+CONFIG = EpsConfig.of(method="box", group_size=4, num_sink_tokens=4, num_recent_tokens=8, budget=0.3)
 
 
 def hard_rows(head_dim: int, limit: float) -> np.ndarray:
@@ -87,22 +87,22 @@ def test_codes_scales_and_values_are_the_same_on_every_backend(target: tuple, bi
         rows[:, 1] *= -0.5
         spec, config = spec_of((bits, bits), dtype, -(-len(rows) // 16), 32), EpsConfig.of()
         caches = []
-        for eps, place in ((backend, device), (oracle, "cpu")):
+        for eps, place in ((backend, device), (reference, "cpu")):
             k = eps.from_numpy(rows, "float32", place)
-            caches.append(eps.write_kv(eps.new_cache(spec, config.store, place), 0, k, k, np.arange(len(rows))))
+            caches.append(eps.write_kv(eps.new_cache(spec, config.cache_config, place), 0, k, k, np.arange(len(rows))))
         for pool, want in ((getattr(caches[0], name)[0], getattr(caches[1], name)[0]) for name in "kv"):
             assert (backend.to_numpy(pool.codes) == want.codes).all() and want.codes.shape[-1] == pool.codes.shape[-1]
             assert (backend.to_numpy(pool.scale) == want.scale).all()
         table = np.arange(spec.num_units)
         k, _ = backend.read_kv(caches[0], 0, table, len(rows))
-        want, _ = oracle.read_kv(caches[1], 0, table, len(rows))
+        want, _ = reference.read_kv(caches[1], 0, table, len(rows))
         assert (backend.to_numpy(k).astype(np.float32) == want.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_value_is_half_a_scale_and_a_cast_away(bits: int, dtype: str) -> None:
-    rows = hard_rows(64, 6e4).astype(oracle.from_numpy(np.zeros(1), dtype).dtype)
+    rows = hard_rows(64, 6e4).astype(reference.from_numpy(np.zeros(1), dtype).dtype)
     codes, scale = oracle_codes.quantise(rows, bits)
     values = oracle_codes.dequantise(codes, scale, bits, rows.dtype).astype(np.float64)
     steps = scale.astype(np.float64)[:, None]
@@ -129,7 +129,7 @@ def test_what_no_code_can_say_is_refused_in_k_and_nan_in_v(target: tuple, bits: 
     config = EpsConfig.of()
 
     def write(k: np.ndarray, v: np.ndarray):
-        cache = backend.new_cache(spec_of((bits, bits)), config.store, device)
+        cache = backend.new_cache(spec_of((bits, bits)), config.cache_config, device)
         given = (backend.from_numpy(x, "float32", device) for x in (k, v))
         cache = backend.write_kv(cache, 0, *given, np.arange(20))
         backend.check_finite(cache)
@@ -166,11 +166,11 @@ def test_bytes_are_codes_and_scales() -> None:
 def test_a_pool_takes_the_bytes_that_are_said(target: tuple, bits: KvFormats) -> None:
     backend, device = target
     spec = spec_of(bits, "bfloat16", units=5, head_dim=48)
-    cache = backend.new_cache(spec, CONFIG.store, device)
+    cache = backend.new_cache(spec, CONFIG.cache_config, device)
     arrays = [array for pool in (cache.k[0], cache.v[0]) for array in
               ([pool.codes, pool.scale] if hasattr(pool, "codes") else [pool])]  # fmt: skip
     held = sum(array.nbytes for array in arrays)
-    assert held == 5 * CONFIG.store.unit_tokens * 2 * spec.kv_token_bytes
+    assert held == 5 * CONFIG.cache_config.unit_tokens * 2 * spec.kv_token_bytes
     longer = backend.grow(cache, 9)
     pool = longer.k[0]
     assert len(pool.codes) == len(pool.scale) == 9
@@ -190,7 +190,7 @@ def test_a_run_counts_them(tmp_path: Path) -> None:
         read[bits] = [(one["bytes_kv_read_est"], one["bytes_kv_dense"], one["pages_visited"]) for one in steps]
         dim = cache["head_dim"]
         each = {"16": 4 * dim, "8": 2 * dim + 4, "8,4": dim * 3 // 2 + 4, "fp8,nvfp4": dim * 3 // 2 + dim // 16 + 4}
-        tokens, size = records[0]["prompt_tokens"], records[0]["config"]["group_tokens"]
+        tokens, size = records[0]["prompt_tokens"], records[0]["config"]["group_size"]
         for i, step in enumerate(steps):
             heads = cache["num_layers"] * cache["num_kv_heads"]
             assert step["bytes_kv_dense"] == (tokens + i) * heads * each[bits]
@@ -203,10 +203,10 @@ def test_a_run_counts_them(tmp_path: Path) -> None:
 
 def test_a_pool_of_an_engine_holds_no_codes() -> None:
     eps = load_backend("cuda")
-    store = EpsConfig.of().store
-    pools = [(eps.new_cache(spec_of((16, 16)), store, "cpu").k[0],) * 2]
+    cache_config = EpsConfig.of().cache_config
+    pools = [(eps.new_cache(spec_of((16, 16)), cache_config, "cpu").k[0],) * 2]
     with pytest.raises(ValueError, match="no cache of codes can live in them"):
-        eps.new_cache(spec_of((8, 8)), store, "cpu", "arrays", pools)
+        eps.new_cache(spec_of((8, 8)), cache_config, "cpu", "arrays", pools)
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
@@ -214,9 +214,9 @@ def test_a_pool_of_an_engine_holds_no_codes() -> None:
 
 def test_verified_text_is_the_dense_one_of_the_same_cache(tmp_path: Path) -> None:
     model = tiny_models.save_model("llama2", tmp_path / "model")
-    where: dict[str, Any] = {"backend": "cuda", "device": "cpu", "kv_bits": (8, 4)}
-    asked = LLM(model, "box", budget=0.2, speculative=True, **where)
-    dense = LLM(model, "off", **where)
+    plan: dict[str, Any] = {"backend": "cuda", "device": "cpu", "kv_bits": (8, 4)}
+    asked = LLM(model, "box", budget=0.2, speculative=True, **plan)
+    dense = LLM(model, "off", **plan)
     assert asked.generate(PROMPT, max_new_tokens=24).tokens == dense.generate(PROMPT, max_new_tokens=24).tokens
 
 

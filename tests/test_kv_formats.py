@@ -10,13 +10,13 @@ from test_kv_bits import hard_rows
 
 from eps_core.config import formats
 from eps_core.config.formats import FORMATS, KV_BITS, FormatName
-from eps_core.oracle import codes as oracle_codes
+from eps_core.reference import codes as oracle_codes
 
 # the numbers of the two formats, by code: a sign bit, exponent, mantissa (Micikevicius et al. 2022; OCP MX 1.0)
 E4M3 = [(c % 8) * 2.0**-9 if c < 8 else (1 + c % 8 / 8) * 2.0 ** (c // 8 - 7) for c in range(127)]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 NEW = ("fp8", "nvfp4")
-BACKENDS = ("eps_core.oracle", "eps_cuda", "eps_mlx")
+BACKENDS = ("eps_core.reference", "eps_cuda", "eps_mlx")
 
 
 def nearest(y: np.float32, numbers: list[float]) -> int:

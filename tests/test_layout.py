@@ -16,25 +16,25 @@ FORBIDDEN = {
     "eps_mlx": {"torch", "triton", "transformers", "vllm", "eps_cuda", "experiments"},
     "eps_cuda": {"mlx", "mlx_lm", "eps_mlx", "experiments"},
 }
-# the import rule: a room imports rooms of earlier lines only, and itself; rooms of one line do not know each other
+# the import rule: a subpackage imports those of earlier lines only, and itself; those of one line are independent
 RULE = (
     ("errors",),
-    ("files",),
+    ("io",),
     ("summaries",),
     ("config",),
-    ("paging",),
-    ("gate", "cpu", "evict"),
-    ("telemetry", "load", "backend"),
+    ("kv_cache",),
+    ("attention", "cpu", "eviction"),
+    ("metrics", "load", "backend"),
     ("models",),
     ("decode", "tasks"),
-    ("engine",),
-    ("oracle", "eps_mlx", "eps_cuda"),
+    ("integrations",),
+    ("reference", "eps_mlx", "eps_cuda"),
     ("evaluation", "bench"),
     ("report",),
     ("cli",),
     ("eps_core",),  # its own names: LLM, EpsConfig
 )
-RANK = {room: rank for rank, rooms in enumerate(RULE) for room in rooms}
+RANK = {subpackage: rank for rank, subpackages in enumerate(RULE) for subpackage in subpackages}
 
 
 def files(package: str) -> list[Path]:
@@ -48,8 +48,8 @@ def module_of(file: Path) -> str:
 MODULES = {module_of(file): file for package in PACKAGES for file in files(package)}
 
 
-def room_of(module: str) -> str:
-    """`eps_core.config.read` is of room config, `eps_mlx.cache` of room eps_mlx."""
+def subpackage_of(module: str) -> str:
+    """`eps_core.config.selection` is of subpackage config, `eps_mlx.cache` of subpackage eps_mlx."""
     package, *inner = module.split(".")
     return inner[0] if package == "eps_core" and inner else package
 
@@ -71,7 +71,7 @@ def against_the_rule(module: str, imported: str) -> bool:
     """Whether an import of one of our modules by another breaks the table."""
     if imported.split(".")[0] not in PACKAGES or imported == "eps_core":
         return False
-    mine, theirs = room_of(module), room_of(imported)
+    mine, theirs = subpackage_of(module), subpackage_of(imported)
     return mine != theirs and RANK[theirs] >= RANK[mine]
 
 
@@ -83,14 +83,14 @@ def test_no_file_imports_a_library_that_its_package_must_not_know(package: str) 
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_room_imports_earlier_rooms_only(module: str) -> None:
+def test_every_subpackage_imports_earlier_ones_only(module: str) -> None:
     wrong = [name for name in imports(MODULES[module]) if against_the_rule(module, name)]
     assert not wrong, f"{module} imports {wrong}: see RULE"
 
 
 def test_the_rule_refuses_what_it_should() -> None:
-    assert against_the_rule("eps_core.config.eps.read", "eps_core.gate.protocol")
-    assert against_the_rule("eps_core.gate.attend", "eps_core.cpu.host")
+    assert against_the_rule("eps_core.config.eps.read", "eps_core.attention.protocol")
+    assert against_the_rule("eps_core.attention.layer", "eps_core.cpu.host")
     assert against_the_rule("eps_mlx.model", "eps_core.evaluation.measure")
     assert not against_the_rule("eps_core.cli.main", "eps_core.errors")
 
@@ -99,16 +99,16 @@ def test_no_import_goes_in_a_circle() -> None:
     edges = {module: {name for name in imports(file) if name in MODULES} for module, file in MODULES.items()}
     state: dict[str, int] = {}
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
+    def selected_mask(module: str, path: tuple[str, ...]) -> None:
         assert state.get(module) != 1, " -> ".join((*path[path.index(module) :], module))
         if module not in state:
             state[module] = 1
             for name in sorted(edges[module] - {module}):
-                visit(name, (*path, module))
+                selected_mask(name, (*path, module))
             state[module] = 2
 
     for module in edges:
-        visit(module, ())
+        selected_mask(module, ())
 
 
 def test_importing_the_core_loads_no_backend() -> None:
@@ -126,7 +126,7 @@ SUMMARIES = [f"summaries/{file.stem}" for file in (ROOT / "eps_cuda" / "summarie
 
 def test_siblings_list_the_same_functions_in_the_same_order() -> None:
     """`diff` is a review tool: what both backends define, they define in one order."""
-    for name in ("cache", "scoring", "selection", "certificates", "attention", "model", "device", "pages", *SUMMARIES):
+    for name in ("cache", "scoring", "selection", "error_bounds", "attention", "model", "device", "pages", *SUMMARIES):
         listed = []
         for package in ("eps_mlx", "eps_cuda"):
             tree = ast.parse((ROOT / package / f"{name}.py").read_text())

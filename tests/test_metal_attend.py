@@ -18,8 +18,8 @@ import pytest
 from metal import cuda_check, shim
 from metal.shim import ShimError, metal_shim  # noqa: F401
 
-from eps_core.oracle import pages as oracle_pages
-from eps_mlx.kernels import attend, launch, tail
+from eps_core.reference import pages as oracle_pages
+from eps_mlx.kernels import attend, correction, launch
 from eps_mlx.pages import CodePool, Pool
 
 # relative rounding of a dtype: the output is rounded to it once, sums are float32
@@ -72,7 +72,7 @@ class Scene:
             for h in range(kv_heads):
                 chosen = rng.permutation(ends)[: max(1, round(keep * ends))] if not dense else np.arange(ends)
                 if h == 0 and length % S:
-                    chosen = np.append(chosen, ends - 1)  # the open group
+                    chosen = np.append(chosen, ends - 1)  # the partial group
                 if not dense and b == batch - 1 and h == kv_heads - 1:
                     chosen = chosen[:0]
                 lists[-1].append(np.unique(chosen))
@@ -106,7 +106,7 @@ class Scene:
             mx.array(self.lengths),
             None if self.dense else mx.array(groups),
             None if self.dense else mx.array(counts),
-            group_tokens=self.size,
+            group_size=self.size,
         )
         assert out.dtype == self.q.dtype and lse.dtype == mx.float32
         return _float64(out), _float64(lse)
@@ -232,7 +232,7 @@ def test_splits_follow_the_capacity_of_the_list(metal_shim: Any) -> None:  # noq
     out, _ = attend.attend_groups(
         *(scene.q, scene.k, scene.v, mx.array(scene.table), mx.array(scene.lengths), mx.array(groups)),
         mx.array(np.array([[40], [0]], np.int32)),
-        group_tokens=2,
+        group_size=2,
     )
     assert metal_shim["eps_attend_decode"].threadgroups == 2 * 16
     scene.lists[1][0] = scene.lists[1][0][:0]
@@ -275,8 +275,8 @@ BUGS: dict[str, tuple[str, str, str, int, str]] = {
     "no inner barrier": ("decode", BARRIER, "", 1, "race"),
     "no last barrier": ("decode", BARRIER, "", 2, "race"),
     "barrier of a few": ("decode", "float whole = 0.0f;", f"{BARRIER} float whole = 0.0f;", 1, "divergent barrier"),
-    "a token too far": ("decode", "length - last * group_tokens", "length + 1 - last * group_tokens", 0, "finite"),
-    "whole last group": ("decode", "min(group_tokens, length - last * group_tokens)", "group_tokens", 0, "finite"),
+    "a token too far": ("decode", "length - last * group_size", "length + 1 - last * group_size", 0, "finite"),
+    "whole last group": ("decode", "min(group_size, length - last * group_size)", "group_size", 0, "finite"),
     "unlisted group": ("decode", "const int group = DENSE ? entry", "const int group = true ? entry", 0, "finite"),
     "one group too many": ("decode", ": counts[row];", ": counts[row] + 1;", 0, "differs|finite|out of bounds"),
     "no rescale": ("decode", "sum[h][i] *= rescale;", "", 0, "attention differs"),
@@ -348,10 +348,10 @@ def test_codes_stay_within_float16_and_nan_stays(metal_shim: Any, bits: int) -> 
 
 @dataclass
 class Tail:
-    """Estimates, visits and tail means of ragged sequences, with the float64 truth."""
+    """Estimates, visits and correction means of ragged sequences, with the float64 truth."""
 
     estimate: np.ndarray
-    visit: np.ndarray
+    selected_mask: np.ndarray
     lse: np.ndarray
     mean: np.ndarray
     scale: np.ndarray
@@ -359,7 +359,7 @@ class Tail:
     table: np.ndarray
     lengths: np.ndarray
     size: int
-    tail_tokens: int
+    correction_tokens: int
 
     @classmethod
     def build(
@@ -367,13 +367,13 @@ class Tail:
         D: int = 64,
         R: int = 4,
         S: int = 2,
-        tail_tokens: int = 16,
+        correction_tokens: int = 16,
         U: int = 64,
         lengths: tuple[int, ...] = (1301, 64, 7),
         seed: int = 0,
     ) -> "Tail":
         rng = np.random.default_rng(seed)
-        batch, units, kv_heads, per_unit = len(lengths), -(-max(lengths) // U) + 1, 2, U // tail_tokens
+        batch, units, kv_heads, per_unit = len(lengths), -(-max(lengths) // U) + 1, 2, U // correction_tokens
         pool = batch * units + 1
         table = np.full((batch, units), -1, np.int32)
         free = rng.permutation(pool)
@@ -384,11 +384,13 @@ class Tail:
         for b, length in enumerate(lengths):
             estimate[b, :, rng.permutation(index)[:5]] = np.inf  # no summary
             estimate[b, :, index >= -(-length // S)] = -np.inf
-        visit = (rng.random(estimate.shape) < 0.3) | (estimate == np.inf)
-        visit[0, 0, : 4 * tail_tokens // S] = True  # tail groups without mass: their means are not to be read
+        selected_mask = (rng.random(estimate.shape) < 0.3) | (estimate == np.inf)
+        selected_mask[0, 0, : 4 * correction_tokens // S] = (
+            True  # correction groups without mass: their means are not to be read
+        )
         return cls(
             estimate,
-            visit,
+            selected_mask,
             rng.normal(8, 3, (batch, kv_heads * R)).astype(np.float32),
             rng.integers(-127, 128, (pool, kv_heads, per_unit, D)).astype(np.int8),
             rng.random((pool, kv_heads, per_unit)).astype(np.float16),
@@ -396,37 +398,41 @@ class Tail:
             table,
             np.array(lengths, np.int32),
             S,
-            tail_tokens,
+            correction_tokens,
         )
 
     def check(self, statistics: dict[str, shim.Statistics]) -> None:
-        out, lse = tail.attend_tail(
-            *(mx.array(x) for x in (self.estimate, self.visit, self.lse, self.mean, self.scale, self.valid)),
+        out, lse = correction.attend_correction(
+            *(mx.array(x) for x in (self.estimate, self.selected_mask, self.lse, self.mean, self.scale, self.valid)),
             *(mx.array(x) for x in (self.table, self.lengths)),
-            group_tokens=self.size,
-            tail_tokens=self.tail_tokens,
+            group_size=self.size,
+            correction_tokens=self.correction_tokens,
         )
         true_out, true_lse, rows = self.truth()
         # products of a scale up to 1 with codes up to 127
-        _close("tail", _float64(out) / 127, true_out / 127, ROUNDING[mx.float32])
+        _close("correction", _float64(out) / 127, true_out / 127, ROUNDING[mx.float32])
         _close("log mass", _float64(lse), true_lse, ROUNDING[mx.float32])
-        assert statistics["eps_tail_parts"].read["mean"] == rows * self.mean.shape[3], "bytes of means read"
+        assert statistics["eps_correction_parts"].read["mean"] == rows * self.mean.shape[3], "bytes of means read"
 
     def truth(self) -> tuple[np.ndarray, np.ndarray, int]:
         """(out, lse, means with mass)."""
         batch, kv_heads, _ = self.estimate.shape
-        per_tail, per_unit = self.tail_tokens // self.size, self.mean.shape[2]
+        per_correction, per_unit = self.correction_tokens // self.size, self.mean.shape[2]
         repeat, rows = self.lse.shape[1] // kv_heads, 0
         out, lse = np.zeros((*self.lse.shape, self.mean.shape[3])), np.full(self.lse.shape, -np.inf)
         for b, h in np.ndindex(batch, kv_heads):
             estimate = self.estimate[b, h].astype(np.float64)
             known = np.isfinite(estimate)
-            seen = np.logaddexp.reduce(estimate[known & self.visit[b, h]])
-            mass = np.exp(np.where(known & ~self.visit[b, h], estimate, -np.inf)).reshape(-1, per_tail).sum(axis=1)
+            seen = np.logaddexp.reduce(estimate[known & self.selected_mask[b, h]])
+            mass = (
+                np.exp(np.where(known & ~self.selected_mask[b, h], estimate, -np.inf))
+                .reshape(-1, per_correction)
+                .sum(axis=1)
+            )
             values = np.zeros((len(mass), self.mean.shape[3]))
             for t in range(len(mass)):
                 at = (self.table[b, t // per_unit], t % per_unit)
-                if t >= self.lengths[b] // self.tail_tokens or not self.valid[at]:
+                if t >= self.lengths[b] // self.correction_tokens or not self.valid[at]:
                     mass[t] = 0
                 elif mass[t] > 0:
                     rows += 1
@@ -440,10 +446,10 @@ class Tail:
 
 TAILS: dict[str, dict[str, Any]] = {
     "D64-S2": dict(),
-    "D128-S1-R1": dict(D=128, S=1, R=1, tail_tokens=64, lengths=(3000,)),
-    "D80-S16-R16": dict(D=80, S=16, R=16, tail_tokens=16, lengths=(700, 129)),
-    "D33-S3": dict(D=33, R=3, S=3, tail_tokens=6, U=12, lengths=(311, 13)),
-    "D256-S64": dict(D=256, R=2, S=64, tail_tokens=128, U=128, lengths=(1000,)),
+    "D128-S1-R1": dict(D=128, S=1, R=1, correction_tokens=64, lengths=(3000,)),
+    "D80-S16-R16": dict(D=80, S=16, R=16, correction_tokens=16, lengths=(700, 129)),
+    "D33-S3": dict(D=33, R=3, S=3, correction_tokens=6, U=12, lengths=(311, 13)),
+    "D256-S64": dict(D=256, R=2, S=64, correction_tokens=128, U=128, lengths=(1000,)),
 }
 
 
@@ -454,13 +460,13 @@ def test_tail_equals_float64(metal_shim: Any, case: str) -> None:  # noqa: F811
 
 TAIL_BUGS: dict[str, tuple[str, str, str, int, str]] = {
     "no barrier": ("parts", BARRIER, "", 0, "race"),
-    "counts the open tail group": ("parts", "lengths[b] / tail_tokens", "(lengths[b] + tail_tokens - 1) / tail_tokens",
-                                   0, "differs"),
+    "counts the open correction group": ("parts", "lengths[b] / correction_tokens",
+                                   "(lengths[b] + correction_tokens - 1) / correction_tokens", 0, "differs"),
     "ignores validity": ("parts", "if (!valid)", "if (false)", 0, "differs|out of bounds"),
     "reads means without mass": ("parts", "if (factor[j] != 0.0f)", "if (true)", 0, "bytes of means"),
-    "no rescale": ("parts", "sum[i] *= rescale;", "", 0, "tail differs"),
+    "no rescale": ("parts", "sum[i] *= rescale;", "", 0, "correction differs"),
     "no rescale of what was read": ("parts", "seen *= exp(seen_largest - seen_top);", "", 0, "log mass differs"),
-    "wrong kv head": ("parts", "row % kv_heads) *", "0) *", 0, "tail differs|bytes"),
+    "wrong kv head": ("parts", "row % kv_heads) *", "0) *", 0, "correction differs|bytes"),
     "divergent maximum": ("parts", "simd_max(seen_largest)", "(lane < 9 ? simd_max(seen_largest) : NONE)", 0,
                           "divergent simd operation"),
     "raises what is lower": ("merge", "max(seen_top + log(seen) - lse[head], 0.0f)",
@@ -475,9 +481,9 @@ def test_injected_bugs_of_the_tail_are_seen(
     name: str,
 ) -> None:
     kernel, text, replacement, occurrence, seen = TAIL_BUGS[name]
-    monkeypatch.setattr(tail, kernel, broken(getattr(tail, kernel), text, replacement, occurrence))
+    monkeypatch.setattr(correction, kernel, broken(getattr(correction, kernel), text, replacement, occurrence))
     with pytest.raises((AssertionError, ShimError), match=seen):
-        Tail.build(tail_tokens=4, S=2, lengths=(1301, 61)).check(metal_shim)
+        Tail.build(correction_tokens=4, S=2, lengths=(1301, 61)).check(metal_shim)
 
 
 def generated() -> list[tuple[launch.Kernel, dict[str, Any], list[mx.array], list[mx.Dtype], str]]:
@@ -504,15 +510,18 @@ def generated() -> list[tuple[launch.Kernel, dict[str, Any], list[mx.array], lis
             Scene.build(dtype, D=dim, R=repeat, lengths=lengths, dense=dense, bits=bits).run()
             # a batch of nine makes of the tables and lengths what `device` is, a batch of one `constant`
             scene = Tail.build(D=dim, lengths=lengths)
-            tail.attend_tail(
-                *(mx.array(x) for x in (scene.estimate, scene.visit, scene.lse, scene.mean, scene.scale, scene.valid)),
+            correction.attend_correction(
+                *(
+                    mx.array(x)
+                    for x in (scene.estimate, scene.selected_mask, scene.lse, scene.mean, scene.scale, scene.valid)
+                ),
                 *(mx.array(x) for x in (scene.table, scene.lengths)),
-                group_tokens=scene.size,
-                tail_tokens=scene.tail_tokens,
+                group_size=scene.size,
+                correction_tokens=scene.correction_tokens,
             )
     assert {kernel.name for kernel, *_ in calls} == {
         "eps_attend_decode", "eps_attend_decode_k8_v4", "eps_attend_decode_k4_v8", "eps_attend_decode_v4",
-        "eps_attend_merge", "eps_tail_parts", "eps_tail_merge",
+        "eps_attend_merge", "eps_correction_parts", "eps_correction_merge",
     }  # fmt: skip
     return calls
 

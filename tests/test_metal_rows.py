@@ -16,10 +16,10 @@ from metal.shim import ShimError, metal_shim  # noqa: F401
 from test_metal_attend import BARRIER, ROUNDING, _close, _float64, broken, held, only, pool_bytes
 
 import eps_mlx
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx import attention
 from eps_mlx.kernels import launch
 from eps_mlx.kernels import rows as rows_kernels
@@ -35,7 +35,7 @@ class Scene:
     v: Pool
     rows: Rows
     size: int
-    visit: np.ndarray | None
+    selected_mask: np.ndarray | None
 
     @classmethod
     def build(
@@ -64,8 +64,8 @@ class Scene:
         k, v = (rng.standard_normal((pool, kv_heads, U, D)).astype(np.float32) for _ in range(2))
         k *= rng.choice([0.3, 1.0, 3.0], (*k.shape[:3], 1)).astype(np.float32)  # so that maxima move while reading
         q = rng.standard_normal((total, kv_heads * R, D)).astype(np.float32)
-        visit = rng.random((total, kv_heads, units * U // S)) < 0.3
-        visit[0] = False  # a row of which nothing was visited
+        selected_mask = rng.random((total, kv_heads, units * U // S)) < 0.3
+        selected_mask[0] = False  # a row of which nothing was visited
         return cls(
             mx.array(q).astype(q_dtype or dtype),
             *(
@@ -74,7 +74,7 @@ class Scene:
             ),
             Rows.of(table, np.array(lengths), np.array(num_rows)),
             S,
-            visit if asked else None,
+            selected_mask if asked else None,
         )
 
     def run(self) -> list[np.ndarray | None]:
@@ -82,8 +82,8 @@ class Scene:
             *(self.q, self.k, self.v),
             *(mx.array(x.astype(np.int32)) for x in (self.rows.table, self.rows.lengths, self.rows.starts)),
             most_rows=int(self.rows.num_rows.max()),
-            group_tokens=self.size,
-            visit=None if self.visit is None else mx.array(self.visit),
+            group_size=self.size,
+            selected_mask=None if self.selected_mask is None else mx.array(self.selected_mask),
         )
         assert found[0].dtype == self.q.dtype and found[1].dtype == mx.float32
         return [None if one is None else _float64(one) for one in found]
@@ -92,24 +92,24 @@ class Scene:
         q, k, v = (_float64(x) for x in (self.q, self.k, self.v))
         kv_heads, U = k.shape[1:3]
         repeat, groups = q.shape[1] // kv_heads, self.rows.table.shape[1] * U // self.size
-        out, lse, visited = np.zeros_like(q), np.zeros(q.shape[:2]), np.full(q.shape[:2], -np.inf)
+        out, lse, selected = np.zeros_like(q), np.zeros(q.shape[:2]), np.full(q.shape[:2], -np.inf)
         for t, head in np.ndindex(q.shape[:2]):
             h, tokens = head // repeat, np.arange(self.rows.seen[t])
             at = (self.rows.table[self.rows.sequence[t], tokens // U], h, tokens % U)
             logits = k[at] @ q[t, head] / np.sqrt(q.shape[2])
             weights = np.exp(logits - logits.max())
             out[t, head], lse[t, head] = weights @ v[at] / weights.sum(), logits.max() + np.log(weights.sum())
-            if self.visit is not None:
+            if self.selected_mask is not None:
                 of_group = np.full(groups, -np.inf)
                 np.logaddexp.at(of_group, tokens // self.size, logits)
-                visited[t, head] = np.logaddexp.reduce(of_group[self.visit[t, h]], initial=-np.inf)
-        return [out, lse, visited]
+                selected[t, head] = np.logaddexp.reduce(of_group[self.selected_mask[t, h]], initial=-np.inf)
+        return [out, lse, selected]
 
     def check(self, statistics: dict[str, shim.Statistics]) -> None:
         found, true = self.run(), self.truth()
         _close("attention", found[0], true[0], ROUNDING[self.q.dtype])
         _close("log mass", found[1], true[1], ROUNDING[mx.float32])
-        if self.visit is not None:
+        if self.selected_mask is not None:
             _close("visited mass", found[2], true[2], ROUNDING[mx.float32])
         repeat = self.q.shape[1] // self.k.shape[1]
         tokens = self.rows.lengths * self.k.shape[1]
@@ -163,16 +163,16 @@ def test_the_bits_of_a_row_are_its_own(metal_shim: Any, case: dict[str, Any]) ->
         wide = np.full((1, 40), -1, np.int32)
         wide[0, : one.rows.table.shape[1]] = one.rows.table[b]
         for table in (wide, wide[:, : -(-int(seen[0]) // one.k.shape[2])]):
-            alone = replace(one, q=one.q[t : t + 1], rows=Rows.of(table, seen, np.array([1])), visit=None)
+            alone = replace(one, q=one.q[t : t + 1], rows=Rows.of(table, seen, np.array([1])), selected_mask=None)
             got, mass, *_ = alone.run()
             np.testing.assert_array_equal(got[0], out[t])
             np.testing.assert_array_equal(mass[0], lse[t])
 
 
 def made_cache(kernels: str, bits: tuple[int, int] = (16, 16)) -> tuple[eps_mlx.Cache, mx.array]:
-    config = EpsConfig.of(method="meanstd", block_size=16, group_tokens=4)
+    config = EpsConfig.of(method="meanstd", block_size=16, group_size=4)
     cache = eps_mlx.new_cache(
-        CacheSpec(1, 2, 16, 4, "float32", k_bits=bits[0], v_bits=bits[1]), config.store, "cpu", kernels
+        CacheSpec(1, 2, 16, 4, "float32", k_bits=bits[0], v_bits=bits[1]), config.cache_config, "cpu", kernels
     )
     rows = mx.array(np.random.default_rng(0).normal(size=(40, 2, 16)).astype(np.float32))
     return eps_mlx.write_kv(cache, 0, rows, rows, np.arange(40)), rows
@@ -200,25 +200,27 @@ def test_a_cache_with_kernels_goes_through_them(
     rows = Rows.of(np.arange(3)[None], np.array([40]), np.array([5]))
     eps_mlx.attend_rows(cache, 0, mx.repeat(keys[:5], 2, axis=1), rows)
     assert {key[0] for key in rows._made} == {"device", "starts"}, "copied once a pass"
-    where = Where.dense(cache.store, np.arange(3)[None], np.array([40]))
-    eps_mlx.attend(cache, 0, mx.repeat(keys[:1], 2, axis=1), where, None)
+    plan = StepPlan.dense(cache.cache_config, np.arange(3)[None], np.array([40]))
+    eps_mlx.attend(cache, 0, mx.repeat(keys[:1], 2, axis=1), plan, None)
     kernels = (f"eps_attend_rows{suffix}", f"eps_attend_decode{suffix}")
     assert launched == [kernels[0], "eps_attend_merge", kernels[1], "eps_attend_merge"]
 
 
 def test_placing_needs_no_kernel_and_kernels_see_no_summary(metal_shim: Any) -> None:  # noqa: F811
-    """`place_kv` is array operations; the flags that kernels go by are those of the host's state."""
+    """`write_kv_tentative` is array operations; the flags that kernels go by are those of the host's state."""
     cache, keys = made_cache("metal")
     plain, _ = made_cache("arrays")
     metal_shim.clear()
-    cache, plain = (eps_mlx.place_kv(one, 0, keys[:9] + 1, keys[:9] - 1, np.arange(18, 27)) for one in (cache, plain))
+    cache, plain = (
+        eps_mlx.write_kv_tentative(one, 0, keys[:9] + 1, keys[:9] - 1, np.arange(18, 27)) for one in (cache, plain)
+    )
     assert not metal_shim
     np.testing.assert_array_equal(np.array(cache.valid[0]), cache.state[0].valid(np.arange(16)))
     np.testing.assert_array_equal(np.flatnonzero(np.array(cache.valid[0])), [0, 1, 2, 3, 7, 8, 9])
     for a, b in ((cache.k, plain.k), (cache.v, plain.v)):
         np.testing.assert_array_equal(np.array(a[0]), np.array(b[0]))
-    where = Where.of(EpsConfig.of(method="meanstd", block_size=16, group_tokens=4), np.arange(3)[None], np.array([40]))
-    estimate = np.array(eps_mlx.score(cache, 0, mx.repeat(keys[:1], 2, axis=1), where).estimate)
+    plan = StepPlan.of(EpsConfig.of(method="meanstd", block_size=16, group_size=4), np.arange(3)[None], np.array([40]))
+    estimate = np.array(eps_mlx.score(cache, 0, mx.repeat(keys[:1], 2, axis=1), plan).estimate)
     assert metal_shim and (estimate[0, :, 4:7] == math.inf).all() and np.isfinite(estimate[0, :, :4]).all()
 
 

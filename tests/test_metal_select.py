@@ -15,10 +15,10 @@ import pytest
 from metal import shim
 from places import place
 
+from eps_core.attention.protocol import Scores
 from eps_core.config.eps import EpsConfig
-from eps_core.gate.protocol import Scores
-from eps_core.oracle import selection as oracle_selection
-from eps_core.oracle.selection import best_first
+from eps_core.reference import selection as oracle_selection
+from eps_core.reference.selection import best_first
 from eps_core.summaries import base as oracle_base
 from eps_core.summaries import meanstd as oracle_meanstd
 from eps_mlx import selection as arrays
@@ -62,23 +62,24 @@ def check_topk(
     rng = np.random.default_rng(seed)
     lengths = np.array(lengths, np.int64)
     config = EpsConfig.of(
-        method="box", group_tokens=size, block_size=size if 16 % size else 16, tail_tokens=0, budget=share,
-        first_tokens=first, last_tokens=last, min_context=min_context,
+        method="box", group_size=size, block_size=size if 16 % size else 16, correction_tokens=0, budget=share,
+        num_sink_tokens=first, num_recent_tokens=last, min_context=min_context,
     )  # fmt: skip
     ends = -(-lengths // size)
     groups = int(ends.max()) + spare
     estimate = estimates(kind, (len(lengths), kv_heads, groups), ends, rng)
-    where = place(config, lengths, groups)
-    missing = (np.isposinf(estimate[:, 0]) & ~where.forced).sum(axis=1)
+    plan = place(config, lengths, groups)
+    missing = (np.isposinf(estimate[:, 0]) & ~plan.always_selected).sum(axis=1)
     scores = Scores(mx.array(estimate), None, None, missing)
-    want = arrays.select(scores, where)
-    uniform = where.budget(where.num_forced + missing)
-    listed, counts, visit = (
+    want = arrays.select(scores, plan)
+    uniform = plan.budget(plan.num_always_selected + missing)
+    listed, counts, selected_mask = (
         np.array(part)
         for part in select.select_topk(
             mx.array(estimate), mx.array(uniform.astype(np.int32)), mx.array(lengths.astype(np.int32)),
-            group_tokens=size, first_tokens=config.read.first_tokens, last_tokens=config.read.last_tokens,
-            min_context=min_context, width=want.groups.shape[2],
+            group_size=size, num_sink_tokens=config.selection_config.num_sink_tokens,
+            num_recent_tokens=config.selection_config.num_recent_tokens, min_context=min_context,
+            width=want.groups.shape[2],
         )
     )  # fmt: skip
     assert np.array_equal(counts, np.broadcast_to(uniform[:, None], counts.shape))
@@ -86,21 +87,21 @@ def check_topk(
     for b, length in enumerate(lengths.tolist()):
         for head in range(kv_heads):
             inside = estimate[b, head, : ends[b]].astype(np.float64)
-            judged, _ = oracle_selection.visited(config, inside, length)
-            assert np.array_equal(np.flatnonzero(visit[b, head]), np.flatnonzero(judged))
+            judged, _ = oracle_selection.selected(config, inside, length)
+            assert np.array_equal(np.flatnonzero(selected_mask[b, head]), np.flatnonzero(judged))
             assert np.array_equal(listed[b, head, : counts[b, head]], np.flatnonzero(judged))
             assert (listed[b, head, counts[b, head] :] == -1).all()
-    assert set(np.unique(visit)) <= {0, 1}
-    everything_written("eps_select_topk", groups=listed, counts=counts, visit=visit)
+    assert set(np.unique(selected_mask)) <= {0, 1}
+    everything_written("eps_select_topk", groups=listed, counts=counts, visit=selected_mask)
 
 
 TOPK = {
     "usual": {},
     "one group": {"lengths": (1, 2), "kv_heads": 3},
     "one token of many": {"lengths": (1, 999), "first": 0, "last": 0},
-    "no guards": {"first": 0, "last": 0, "lengths": (640, 640)},
-    "guards overlap": {"lengths": (100, 60), "first": 50, "last": 90, "share": 0.3},
-    "guards past the end": {"lengths": (37, 300), "first": 10**6, "last": 10**10},
+    "no sink and recent tokens": {"first": 0, "last": 0, "lengths": (640, 640)},
+    "sink and recent tokens overlap": {"lengths": (100, 60), "first": 50, "last": 90, "share": 0.3},
+    "sink and recent tokens past the end": {"lengths": (37, 300), "first": 10**6, "last": 10**10},
     "everything": {"share": 1.0},
     "a number of tokens": {"share": 100, "lengths": (701, 90, 400)},
     "min context": {"lengths": (701, 400, 69), "min_context": 500},
@@ -112,7 +113,7 @@ TOPK = {
     "ties": {"kind": "ties", "lengths": (1400, 399)},
     "ties at a row's end": {"kind": "ties", "lengths": (2600,), "last": 0, "share": 0.9},
     "all equal": {"kind": "equal", "lengths": (1400, 399)},
-    "all equal, no guards": {"kind": "equal", "first": 0, "last": 0, "share": 0.5, "lengths": (1401,)},
+    "all equal, no sink and recent tokens": {"kind": "equal", "first": 0, "last": 0, "share": 0.5, "lengths": (1401,)},
     "large": {"kind": "large", "lengths": (1400, 399), "share": 0.3},
     "last bits": {"kind": "near", "lengths": (1400, 399), "share": 0.3},
 }
@@ -158,11 +159,11 @@ def test_best_are_finite_and_the_lower_index_first(case, metal_shim):
 
 
 def check_compact(groups=1000, share=0.3, width=None, dtype=bool, seed=0) -> None:
-    visit = np.random.default_rng(seed).random((2, 3, groups)) < share
+    selected_mask = np.random.default_rng(seed).random((2, 3, groups)) < share
     width = groups if width is None else width
-    listed, counts = (np.array(part) for part in select.compact(mx.array(visit.astype(dtype)), width=width))
+    listed, counts = (np.array(part) for part in select.compact(mx.array(selected_mask.astype(dtype)), width=width))
     for row in np.ndindex(2, 3):
-        want = np.flatnonzero(visit[row])[:width]
+        want = np.flatnonzero(selected_mask[row])[:width]
         assert counts[row] == len(want)
         assert np.array_equal(listed[row][: len(want)], want) and (listed[row][len(want) :] == -1).all()
     everything_written("eps_compact", groups=listed, counts=counts)
@@ -274,7 +275,7 @@ def meanstd_pool(**shape) -> tuple[Pool, dict[str, mx.array]]:
 def check_meanstd(**shape) -> None:
     one, given = meanstd_pool(**shape)
     want = one.judged(lambda summary, a, head: oracle_meanstd.score(None, {}, summary, a)[0])
-    got = score_meanstd.score_meanstd(mx.array(one.q), given, *one.arrays(), group_tokens=one.size)
+    got = score_meanstd.score_meanstd(mx.array(one.q), given, *one.arrays(), group_size=one.size)
     same(got, want, rounding_of(one, 2 * 256, 1.05))
 
 
@@ -303,7 +304,7 @@ def test_scoring_reads_the_codes_of_groups_with_a_summary_once(metal_shim):
     scored = sum(
         int(one.valid.reshape(-1, one.per_unit)[one.table[b]].reshape(-1)[: full[b]].sum()) for b in range(len(full))
     )
-    score_meanstd.score_meanstd(mx.array(one.q), given, *one.arrays(), group_tokens=one.size)
+    score_meanstd.score_meanstd(mx.array(one.q), given, *one.arrays(), group_size=one.size)
     seen = metal_shim["eps_score_meanstd"]
     assert seen.read["mean"] == seen.loaded["mean"] == seen.read["deviation"] == scored * one.kv_heads * 128
     assert seen.read["mean_scale"] == scored * one.kv_heads * 2
@@ -322,7 +323,7 @@ def test_more_query_heads_than_threadgroup_memory_holds_are_refused():
         score.layout(pool, 1, 512, 17)
     with pytest.raises(ValueError, match="another number"):
         score_meanstd.score_meanstd(
-            mx.zeros((1, 1, 32)), {"mean": pool}, *[mx.zeros((1, 1), mx.int32)] * 3, group_tokens=2
+            mx.zeros((1, 1, 32)), {"mean": pool}, *[mx.zeros((1, 1), mx.int32)] * 3, group_size=2
         )
 
 
@@ -340,17 +341,17 @@ WRONG = {
         "_topk", "? bits[k] : ~bits[k]", "? ~bits[k] : ~bits[k]",
         dict(kind="ties", share=0.5, lengths=(3000, 3000), first=0, last=0),
     ),
-    "first tokens, one group more": ("_topk", "length) + group_tokens - 1", "length) + group_tokens", {}),
-    "last tokens, one group less": ("_topk", "- rules[2], 0)", "- rules[2] + group_tokens, 0)", {}),
-    "open group forgotten": (
-        "_topk", "- rules[2], 0) / group_tokens", "- rules[2], 0) / group_tokens + (rules[2] == 0 ? 1 : 0)",
+    "first tokens, one group more": ("_topk", "length) + group_size - 1", "length) + group_size", {}),
+    "last tokens, one group less": ("_topk", "- rules[2], 0)", "- rules[2] + group_size, 0)", {}),
+    "partial group forgotten": (
+        "_topk", "- rules[2], 0) / group_size", "- rules[2], 0) / group_size + (rules[2] == 0 ? 1 : 0)",
         dict(last=0, lengths=(701, 701), share=0.05),
     ),
     "min context one token off": (
         "_topk", "length < rules[3]", "length <= rules[3]", dict(min_context=701),
     ),
     "past the end": (
-        "_topk", "min((length + group_tokens - 1) / group_tokens, num_groups)", "num_groups",
+        "_topk", "min((length + group_size - 1) / group_size, num_groups)", "num_groups",
         dict(share=1.0),
     ),
     "stale lists": ("_topk", "for (int i = count + tid", "for (int i = count + 1 + tid", {}),
@@ -365,7 +366,7 @@ WRONG = {
     "last word dropped": ("_score_meanstd", "w < WORDS;", "w + 1 < WORDS;", {}),
     "last query head instead of the best": ("_score_meanstd", "best = max(best, ", "best = max(x, ", {}),
     "codes without a summary": ("_score_meanstd", "% GPU] != 0", "% GPU] != 2", {}),
-    "open group scored": ("_score_meanstd", "g < length / S", "g * S < length", dict(lengths=(301, 65, 151))),
+    "partial group scored": ("_score_meanstd", "g < length / S", "g * S < length", dict(lengths=(301, 65, 151))),
     "infinite estimates": ("_score_meanstd", "isfinite(x) ? x", "true ? x", {}),
     "lanes not added": ("_score_meanstd", "step < LANES", "step < 1", dict(head_dim=128)),
     "means without a sign": ("_score_meanstd", "^ 128u) - 128.0f", ")", {}),

@@ -15,11 +15,11 @@ from metal import cuda_check, shim
 from test_metal_select import BARRIER, everything_written, same
 
 import eps_mlx
+from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import COMBINES
-from eps_core.config.store import CacheSpec, Store
-from eps_core.oracle.selection import best_first
-from eps_core.paging.where import Where
+from eps_core.config.selection import COMBINES
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_core.reference.selection import best_first
 from eps_core.summaries import base as oracle_base
 from eps_core.summaries import rq as oracle
 from eps_core.summaries.table import fields, num_parts
@@ -31,7 +31,7 @@ metal_shim = shim.metal_shim
 
 @dataclasses.dataclass
 class Units:
-    """Random summaries of a paged cache and queries; `summary` by name, [P, Hkv, seals of a unit, ..]."""
+    """Random summaries of a paged cache and queries; `summary` by name, [P, Hkv, spans of a unit, ..]."""
 
     lengths: tuple[int, ...] = (301, 64, 150)
     kv_heads: int = 2
@@ -40,7 +40,7 @@ class Units:
     size: int = 2
     mean_tokens: int = 64
     mean_bits: int = 4
-    stages: tuple[float, ...] = (0.25,)
+    cascade: tuple[float, ...] = (0.25,)
     page: int = 16
     spoilt: bool = True
     combine: str = "max"
@@ -48,7 +48,7 @@ class Units:
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
-        per_unit, unit = self.store.seals_per_unit, self.store.unit_tokens
+        per_unit, unit = self.cache_config.spans_per_unit, self.cache_config.unit_tokens
         held = [-(-length // unit) for length in self.lengths]
         num_units = sum(held) + 3
         free = rng.permutation(num_units)
@@ -59,7 +59,7 @@ class Units:
         self.q = (3 * rng.normal(size=(len(held), self.kv_heads * self.repeat, self.head_dim))).astype(np.float32)
         pool = num_units, self.kv_heads, per_unit
         self.summary = {}
-        for name, one in fields(self.store, self.head_dim).items():
+        for name, one in fields(self.cache_config, self.head_dim).items():
             if name == "mean_scale":
                 self.summary[name] = (0.01 + rng.random((*pool, *one.shape)) / 20).astype(np.float16)
             else:
@@ -75,25 +75,25 @@ class Units:
             self.valid[self.table[0, 0] * per_unit] = 1
 
     @cached_property
-    def store(self) -> Store:
+    def cache_config(self) -> CacheConfig:
         return EpsConfig.of(
-            method="rq", group_tokens=self.size, mean_tokens=self.mean_tokens, mean_bits=self.mean_bits,
-            stages=self.stages, refine=0.1, block_size=self.page, seed=SEED,
-        ).store  # fmt: skip
+            method="rq", group_size=self.size, mean_tokens=self.mean_tokens, mean_bits=self.mean_bits,
+            cascade=self.cascade, rescore=0.1, block_size=self.page, seed=SEED,
+        ).cache_config  # fmt: skip
 
     @property
     def num_groups(self) -> int:
-        return self.table.shape[1] * self.store.groups_per_unit
+        return self.table.shape[1] * self.cache_config.groups_per_unit
 
     @property
     def known(self) -> np.ndarray:
         """[B, G] bool."""
-        store = self.store
-        seals = (
-            np.maximum(self.table, 0)[:, :, None] * store.seals_per_unit + np.arange(store.seals_per_unit)
+        cache_config = self.cache_config
+        spans = (
+            np.maximum(self.table, 0)[:, :, None] * cache_config.spans_per_unit + np.arange(cache_config.spans_per_unit)
         ).reshape(len(self.table), -1)
-        full = np.arange(seals.shape[1]) < np.array(self.lengths)[:, None] // store.sealed_tokens
-        return np.repeat((self.valid[seals] != 0) & full, store.groups_per_seal, axis=1)
+        full = np.arange(spans.shape[1]) < np.array(self.lengths)[:, None] // cache_config.span_tokens
+        return np.repeat((self.valid[spans] != 0) & full, cache_config.groups_per_span, axis=1)
 
     def judged(self, estimate: Callable[[dict[str, np.ndarray], np.ndarray], np.ndarray]) -> np.ndarray:
         """[B, Hkv, G] float64: `estimate` of one query head's groups, with what is known before any score."""
@@ -119,8 +119,8 @@ class Units:
     def stage(self, parts: int | None) -> np.ndarray:
         """The oracle's [B, Hkv, G] of every group, from so many parts of the codes; None: from two bits."""
         if parts is None:
-            return self.judged(lambda summary, a: oracle.refine(self.store, {}, summary, a.astype(np.float64)))
-        return self.judged(lambda summary, a: oracle.stage(self.store, summary, a, parts))
+            return self.judged(lambda summary, a: oracle.rescore(self.cache_config, {}, summary, a.astype(np.float64)))
+        return self.judged(lambda summary, a: oracle.stage(self.cache_config, summary, a, parts))
 
     @property
     def sums(self) -> bool:
@@ -137,7 +137,7 @@ class Units:
         query = self.asked()
         places = [mx.array(self.valid), mx.array(self.table), mx.array(np.array(self.lengths, np.int32))]
         estimate, base = units.score_units(
-            query, self.arrays(), *places, mx.array(self.anchors) if self.sums else None, group_tokens=self.size,
+            query, self.arrays(), *places, mx.array(self.anchors) if self.sums else None, group_size=self.size,
             mean_bits=self.mean_bits, sums=self.sums,
         )  # fmt: skip
         return query, estimate, base
@@ -193,11 +193,11 @@ def check_score(factor=1.0, **shape) -> None:
 SHAPES = {
     "default": {},
     "head dim 128": {"head_dim": 128, "repeat": 4, "kv_heads": 1},
-    "head dim 256": {"head_dim": 256, "repeat": 8, "kv_heads": 1, "stages": (0.5, 0.2)},
-    "three parts": {"stages": (0.5, 0.2)},
-    "three parts of 128": {"head_dim": 128, "stages": (0.5, 0.2), "repeat": 1},
-    "whole codes": {"stages": ()},
-    "fewer parts than asked": {"head_dim": 16, "stages": (0.5, 0.2), "mean_bits": 8},
+    "head dim 256": {"head_dim": 256, "repeat": 8, "kv_heads": 1, "cascade": (0.5, 0.2)},
+    "three parts": {"cascade": (0.5, 0.2)},
+    "three parts of 128": {"head_dim": 128, "cascade": (0.5, 0.2), "repeat": 1},
+    "whole codes": {"cascade": ()},
+    "fewer parts than asked": {"head_dim": 16, "cascade": (0.5, 0.2), "mean_bits": 8},
     "head dim 80": {"head_dim": 80, "repeat": 5},
     "head dim 33": {"head_dim": 33, "repeat": 1, "mean_bits": 8},
     "head dim 20": {"head_dim": 20, "repeat": 16, "size": 1},
@@ -210,7 +210,7 @@ SHAPES = {
     "one token": {"lengths": (1,), "head_dim": 16, "spoilt": False},
     "several threadgroups": {"lengths": (2900, 1), "head_dim": 16, "size": 1, "repeat": 1, "kv_heads": 1},
     "summed": {"combine": "sum"},
-    "one summed": {"combine": "sum", "repeat": 1, "head_dim": 128, "stages": (0.5, 0.2)},
+    "one summed": {"combine": "sum", "repeat": 1, "head_dim": 128, "cascade": (0.5, 0.2)},
     "seven summed": {"combine": "sum", "repeat": 7, "kv_heads": 1, "mean_tokens": 32},
     "eight summed": {"combine": "sum", "repeat": 8, "kv_heads": 1, "head_dim": 80, "size": 16},
 }
@@ -228,7 +228,7 @@ def test_queries_of_any_size(combine, factor, metal_shim):
 
 
 def check_read_on(wanted=((40, 32, 1), (16, 5, 0)), first=2, **shape) -> None:
-    """A stage from the `first` parts on (None: the second bit at once), and the second bit of what it leaves."""
+    """A stage from the `first` parts on (None: the rescoring bit at once), and the rescoring bit of what it leaves."""
     one = Units(**shape)
     before = one.stage(1).astype(np.float32)
     query, _, base = one.scored()
@@ -260,8 +260,8 @@ def check_read_on(wanted=((40, 32, 1), (16, 5, 0)), first=2, **shape) -> None:
 
 
 READ_ON = {name: case for name, case in SHAPES.items() if name not in ("one token", "several threadgroups")} | {
-    "the third part": {"stages": (0.5, 0.2), "first": 3},
-    "the second bit at once": {"first": None},
+    "the third part": {"cascade": (0.5, 0.2), "first": 3},
+    "the rescoring bit at once": {"first": None},
     "none of one": {"wanted": ((0, 3, 9), (0, 3, 2))},
     "none of all": {"wanted": ((0, 0, 0),)},
     "all": {"wanted": ((151, 151, 151), (151, 151, 151))},
@@ -278,7 +278,7 @@ def test_only_what_is_listed_is_read_on(case, metal_shim):
     counts = case.get("wanted", ((40, 32, 1), (16, 5, 0)))
     wanted = tuple(part[: len(one.lengths)] for part in counts)
     # a code in one part has no second
-    first = case["first"] if "first" in case else min(2, num_parts(one.store, one.head_dim))
+    first = case["first"] if "first" in case else min(2, num_parts(one.cache_config, one.head_dim))
     check_read_on(**case | {"wanted": wanted, "first": first})
 
 
@@ -304,11 +304,11 @@ def test_equal_codes_tie_to_the_bit(combine, metal_shim):
 
 PATHS = {
     "halves": (64, {}),
-    "halves, no second bit": (64, {"refine": 0.0}),
-    "three parts about means of 32": (128, {"mean_tokens": 32, "stages": (0.5, 0.2)}),
-    "whole codes of a head dim of 96": (96, {"group_tokens": 4, "mean_bits": 8}),
-    "groups of one": (16, {"group_tokens": 1, "stages": (1.0,), "refine": 1.0}),
-    "query heads summed": (64, {"tail_tokens": 0, "combine": "sum"}),
+    "halves, no rescoring bit": (64, {"rescore": 0.0}),
+    "three parts about means of 32": (128, {"mean_tokens": 32, "cascade": (0.5, 0.2)}),
+    "whole codes of a head dim of 96": (96, {"group_size": 4, "mean_bits": 8}),
+    "groups of one": (16, {"group_size": 1, "cascade": (1.0,), "rescore": 1.0}),
+    "query heads summed": (64, {"correction_tokens": 0, "combine": "sum"}),
 }
 
 
@@ -317,7 +317,7 @@ def test_a_step_visits_what_the_array_path_visits(head_dim, settings, metal_shim
     """Through prefill, decode and a group that is written again, several sequences of which one is short."""
     lengths, rng = np.array([470, 260, 40]), np.random.default_rng(4)
     config = EpsConfig.of(
-        method="rq", **{"mean_tokens": 64, "tail_tokens": 64, "budget": 0.2, "first_tokens": 4, **settings}
+        method="rq", **{"mean_tokens": 64, "correction_tokens": 64, "budget": 0.2, "num_sink_tokens": 4, **settings}
     )
     spec = CacheSpec(1, 2, head_dim, 16, "bfloat16")
     table = np.array([range(8), [8, 9, 10, 11, 12, *[-1] * 3], [13, *[-1] * 7]])
@@ -328,12 +328,12 @@ def test_a_step_visits_what_the_array_path_visits(head_dim, settings, metal_shim
     writes = [np.concatenate([one[:-30] for one in slots]), *np.array([one[-30:] for one in slots]).T, slots[0][64:130]]
     found = []
     for kernels in ("arrays", "metal"):
-        cache = eps_mlx.new_cache(spec, config.store, "cpu", kernels)
+        cache = eps_mlx.new_cache(spec, config.cache_config, "cpu", kernels)
         for at in writes:
             cache = eps_mlx.write_kv(cache, 0, mx.array(k[at]), mx.array(v[at]), at)
-        where = Where.of(config, table, lengths)
-        scores = eps_mlx.score(cache, 0, q, where)
-        found.append((cache, scores, eps_mlx.select(scores, where)))
+        plan = StepPlan.of(config, table, lengths)
+        scores = eps_mlx.score(cache, 0, q, plan)
+        found.append((cache, scores, eps_mlx.select(scores, plan)))
     (arrays, coarse, wanted), (metal, fine, chosen) = found
     assert metal_shim["eps_read_on"].threadgroups
     assert np.isposinf(np.array(coarse.estimate)).any() and np.isfinite(np.array(coarse.estimate)).any()
@@ -346,20 +346,20 @@ def test_a_step_visits_what_the_array_path_visits(head_dim, settings, metal_shim
 # --------------------------------------------------------------------------------------------------------- what is read
 
 
-@pytest.mark.parametrize("stages", [(), (0.25,), (0.5, 0.2)], ids=str)
-def test_scoring_reads_the_first_part_of_groups_with_a_summary_once(stages, metal_shim):
-    one = Units(head_dim=128, lengths=(301, 64, 1), repeat=4, stages=stages)
+@pytest.mark.parametrize("cascade", [(), (0.25,), (0.5, 0.2)], ids=str)
+def test_scoring_reads_the_first_part_of_groups_with_a_summary_once(cascade, metal_shim):
+    one = Units(head_dim=128, lengths=(301, 64, 1), repeat=4, cascade=cascade)
     one.scored()
     groups = int(one.known.sum()) * one.kv_heads
     assert groups
-    seals, seen = groups // 32, metal_shim["eps_score_units"]
-    assert seen.read["codes"] == seen.loaded["codes"] == groups * (16 if not stages else 8 if len(stages) == 1 else 4)
-    assert seen.read["mean"] == seen.loaded["mean"] == seals * 64
-    assert seen.read["scale"] == groups and seen.read["mean_scale"] == seals * 2
+    spans, seen = groups // 32, metal_shim["eps_score_units"]
+    assert seen.read["codes"] == seen.loaded["codes"] == groups * (16 if not cascade else 8 if len(cascade) == 1 else 4)
+    assert seen.read["mean"] == seen.loaded["mean"] == spans * 64
+    assert seen.read["scale"] == groups and seen.read["mean_scale"] == spans * 2
 
 
 def test_further_parts_are_read_of_listed_groups_only(metal_shim):
-    one = Units(head_dim=128, repeat=4, stages=(0.5, 0.2), spoilt=False)
+    one = Units(head_dim=128, repeat=4, cascade=(0.5, 0.2), spoilt=False)
     query, estimate, base = one.scored()
     given = one.arrays()
     listed = mx.array([[[0, 7, 9, -1]] * 2, [[-1] * 4] * 2, [[30, 31, 32, 33]] * 2], mx.int32)
@@ -381,12 +381,12 @@ def test_further_parts_are_read_of_listed_groups_only(metal_shim):
 
 
 def test_more_query_heads_than_threadgroup_memory_holds_are_refused():
-    one = Units(lengths=(3,), head_dim=256, repeat=24, stages=(), spoilt=False)
+    one = Units(lengths=(3,), head_dim=256, repeat=24, cascade=(), spoilt=False)
     shape = 1, 2, 24, 256
     query = turn_units.Query(mx.zeros(shape), mx.zeros(shape), mx.zeros(shape[:3]))
     places = [mx.array(one.valid), mx.array(one.table), mx.array([3], mx.int32)]
     with pytest.raises(ValueError, match="49152 bytes of threadgroup memory"):
-        units.score_units(query, one.arrays(), *places, None, group_tokens=2, mean_bits=4, sums=False)
+        units.score_units(query, one.arrays(), *places, None, group_size=2, mean_bits=4, sums=False)
 
 
 # ----------------------------------------------------------------------------------------------------- wrong on purpose
@@ -409,8 +409,8 @@ WRONG = {
     ),
     "a part that speaks of itself alone": ("_score_units", "float(STRETCH)", "1.0f", {}),
     "query not rounded": ("_score_units", "= d < D ? rounded[", "= d < D ? step[0] * turned[", {}),
-    "seals without a summary": ("_score_units", "% SPU] != 0", "% SPU] != 2", {}),
-    "open seal scored": ("_score_units", "seal < length / (N * S)", "seal * N * S < length", {}),
+    "spans without a summary": ("_score_units", "% SPU] != 0", "% SPU] != 2", {}),
+    "partial span scored": ("_score_units", "span < length / (N * S)", "span * N * S < length", {}),
     "last query head instead of the best": ("_score_units", "best = max(best, ", "best = max(x, ", {}),
     "infinite estimates": ("_score_units", "isfinite(x) ? x", "true ? x", {}),
     "log S forgotten": ("_score_units", "log(float(S)) + ", "", {}),
@@ -426,12 +426,12 @@ WRONG = {
     "the refined sum for the largest": ("_read_on", "if (SUM)", "if (true)", {}),
     "last byte dropped": ("_read_on", "j < BYTES; j++", "j + 1 < BYTES; j++", {}),
     "one group too many": ("_read_on", "if (own >= count)", "if (own > count)", {}),
-    "second bit as large as the first": ("_read_on", "? 0.5f : -0.5f", "? 1.0f : -1.0f", {}),
+    "rescoring bit as large as the first": ("_read_on", "? 0.5f : -0.5f", "? 1.0f : -1.0f", {}),
     "lists of lists as lists": ("_read_on", "PICKED ? groups[", "false ? groups[", {}),
     "rest not copied": (
         "_read_on", "next < count ? (PICKED", "next < count ? true ? from : (PICKED", READ_ON["several threadgroups"],
     ),
-    "base of another unit": ("_read_on", "* seals + seal) * R", "* seals) * R", {}),
+    "base of another unit": ("_read_on", "* spans + span) * R", "* spans) * R", {}),
     "infinite refined estimates": ("_read_on", "isfinite(x) ? x", "true ? x", READ_ON["all"]),
     "stale values": ("_read_on", "] = -INFINITY", "] = 0.0f", {}),
     "a query without its step": ("_read_on", "step[row * R + r] * ", "", {}),
@@ -485,14 +485,14 @@ def launched(monkeypatch) -> list[tuple]:
     monkeypatch.setattr(launch, "runner", record)
     few = {"lengths": (3,), "repeat": 1, "kv_heads": 1, "head_dim": 8, "spoilt": False}
     for shape in (
-        few, {}, {"head_dim": 33}, {"head_dim": 128, "stages": (0.5, 0.2)}, {"mean_tokens": 32, "size": 16},
+        few, {}, {"head_dim": 33}, {"head_dim": 128, "cascade": (0.5, 0.2)}, {"mean_tokens": 32, "size": 16},
         {"combine": "sum"},
     ):  # fmt: skip
         one = Units(**shape)
         query, estimate, base = one.scored()
         one.asked(mx.bfloat16)
         picked = mx.zeros((len(one.lengths), one.kv_heads, 1), mx.int32)
-        for parts in (*range(2, 1 + num_parts(one.store, one.head_dim)), None):
+        for parts in (*range(2, 1 + num_parts(one.cache_config, one.head_dim)), None):
             for groups in (None, picked):
                 units.read_on(
                     query, base, one.arrays(), mx.array(one.table), estimate, groups, picked, picked[..., 0],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eps_core.config.bytes import second_bit_bytes, summary_group_bytes
-from eps_core.config.store import CacheSpec, Store
+from eps_core.config.cache import CacheConfig, CacheSpec
 
 HEAD_DIMS = (1, 20, 33, 64, 80, 128, 576)
 # bytes of one group at each of these, as first published: formulas of their own, no sums of fields
@@ -37,16 +37,16 @@ BYTES = (
 )
 
 
-def store_of(settings: dict) -> Store:
-    sized = {"group_tokens": 4, "tail_tokens": 0}
-    return Store(**settings) if settings["method"] == "off" else Store(**{**sized, **settings})
+def store_of(settings: dict) -> CacheConfig:
+    sized = {"group_size": 4, "correction_tokens": 0}
+    return CacheConfig(**settings) if settings["method"] == "off" else CacheConfig(**{**sized, **settings})
 
 
 @pytest.mark.parametrize("settings, expected", BYTES)
 def test_bytes_of_a_group_are_the_published_ones(settings: dict, expected: tuple[int, ...]) -> None:
-    store = store_of(settings)
-    assert tuple(summary_group_bytes(store, head_dim) for head_dim in HEAD_DIMS) == expected
-    assert all(second_bit_bytes(store, head_dim) == 0 for head_dim in HEAD_DIMS)
+    cache_config = store_of(settings)
+    assert tuple(summary_group_bytes(cache_config, head_dim) for head_dim in HEAD_DIMS) == expected
+    assert all(second_bit_bytes(cache_config, head_dim) == 0 for head_dim in HEAD_DIMS)
 
 
 # the arrays that each method keeps: dtype, and shape for a head dim of 20 (f4: float32, f2: float16, i1: int8, u1)
@@ -88,10 +88,10 @@ POOLS = (
 @pytest.mark.parametrize("settings, expected", POOLS)
 def test_pools_are_of_the_stated_fields_and_hold_what_is_built(target, settings, expected) -> None:
     backend, device = target
-    store = store_of(settings)
+    cache_config = store_of(settings)
     spec = CacheSpec(2, 3, 20, 21)
-    cache = backend.new_cache(spec, store, device)
-    lead = 21, 3, store.seals_per_unit
+    cache = backend.new_cache(spec, cache_config, device)
+    lead = 21, 3, cache_config.spans_per_unit
     wanted = {name: (np.dtype(kind), (*lead, *shape)) for name, (kind, *shape) in expected.items()}
 
     def found() -> list[dict]:
@@ -105,7 +105,7 @@ def test_pools_are_of_the_stated_fields_and_hold_what_is_built(target, settings,
     cache = backend.write_kv(cache, 1, k, v, np.arange(300))
     assert found() == [wanted, wanted]
     for name, pool in cache.summaries[1].items():
-        assert backend.to_numpy(pool)[: 300 // store.unit_tokens].any(), name
+        assert backend.to_numpy(pool)[: 300 // cache_config.unit_tokens].any(), name
 
 
 def test_meanstd_is_not_called_by_another_methods_name() -> None:

@@ -18,9 +18,9 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eps_core import oracle
+from eps_core import reference
+from eps_core.config.cache import DTYPE_BYTES, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.errors import ConfigError
 from eps_core.models.config import read_spec
@@ -28,7 +28,7 @@ from eps_core.models.rope import attention_factor, inverse_frequencies
 from eps_core.models.spec import ModelSpec
 from eps_core.models.tokenizer import load_tokenizer
 from eps_core.models.weights import load_weights, weight_names
-from eps_core.oracle.model import Model
+from eps_core.reference.model import Model
 
 NUM_TOKENS = 75
 CHUNKS = (37, 23)  # prefilled; the rest of the tokens come one at a time
@@ -70,21 +70,21 @@ class Sequences:
     ) -> None:
         backend, device = target
         self.decoder, self.config = decoder, config or EpsConfig.of()
-        units_each = -(-NUM_TOKENS // self.config.store.unit_tokens)
+        units_each = -(-NUM_TOKENS // self.config.cache_config.unit_tokens)
         spec: ModelSpec = decoder.spec  # type: ignore[attr-defined]
         cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, batch * units_each, dtype)
-        self.cache = backend.new_cache(cache_spec, self.config.store, device)
+        self.cache = backend.new_cache(cache_spec, self.config.cache_config, device)
         self.table = np.random.default_rng(0).permutation(batch * units_each).reshape(batch, units_each)
         self.lengths = np.zeros(batch, np.int64)
 
     def _slots(self, b: int, count: int) -> np.ndarray:
-        units, offsets = np.divmod(np.arange(count) + self.lengths[b], self.config.store.unit_tokens)
+        units, offsets = np.divmod(np.arange(count) + self.lengths[b], self.config.cache_config.unit_tokens)
         self.lengths[b] += count
-        return self.table[b, units] * self.config.store.unit_tokens + offsets
+        return self.table[b, units] * self.config.cache_config.unit_tokens + offsets
 
     def _table(self, rows: np.ndarray) -> np.ndarray:
         """What an allocator would show: the units in use, then -1."""
-        used = -(-self.lengths[rows] // self.config.store.unit_tokens)
+        used = -(-self.lengths[rows] // self.config.cache_config.unit_tokens)
         table = self.table[rows, : used.max()].copy()
         table[np.arange(used.max()) >= used[:, None]] = -1
         return table
@@ -100,7 +100,7 @@ class Sequences:
         rows = np.arange(len(self.table)) if rows is None else rows
         slots = np.concatenate([self._slots(b, 1) for b in rows])
         self.cache, output = self.decoder.step(
-            self.cache, tokens, slots, self._table(rows), self.lengths[rows].copy(), self.config.read
+            self.cache, tokens, slots, self._table(rows), self.lengths[rows].copy(), self.config.selection_config
         )
         assert output.logits.shape == (len(rows), tiny_models.VOCAB_SIZE) and output.logits.dtype == np.float32
         return output
@@ -124,10 +124,10 @@ def run(target: tuple, decoder: Decoder, tokens: np.ndarray, chunks: tuple[int, 
     return np.array(positions), np.array(logits)
 
 
-def assert_close(logits: np.ndarray, reference: np.ndarray, tolerance: float = TOLERANCE) -> None:
-    spread = reference.std()
+def assert_close(logits: np.ndarray, ref_cache: np.ndarray, tolerance: float = TOLERANCE) -> None:
+    spread = ref_cache.std()
     assert spread > 0.5, "the reference's logits are nearly constant: this comparison says nothing"
-    np.testing.assert_allclose(logits, reference, rtol=0, atol=tolerance * spread)
+    np.testing.assert_allclose(logits, ref_cache, rtol=0, atol=tolerance * spread)
 
 
 # Decoders
@@ -150,7 +150,7 @@ def test_prefill_and_steps_agree(name: str, target: tuple, saved: Callable) -> N
 
 def test_gated_step_reports_what_it_read(target: tuple, saved: Callable) -> None:
     config = EpsConfig.of(
-        "meanstd", group_tokens=4, budget=0.5, first_tokens=4, last_tokens=8, min_context=20, block_size=8
+        "meanstd", group_size=4, budget=0.5, num_sink_tokens=4, num_recent_tokens=8, min_context=20, block_size=8
     )
     name = "llama2"  # as many kv heads as query heads
     decoder = load(target, saved(name))
@@ -164,10 +164,10 @@ def test_gated_step_reports_what_it_read(target: tuple, saved: Callable) -> None
     for layer in output.layers:
         np.testing.assert_array_equal(layer.groups, [3, 16])
         np.testing.assert_array_equal(layer.counts, [[3] * 4, [7] * 4])  # 62 tokens * 0.5 / 4
-        np.testing.assert_array_equal(layer.forced, [3, 4])  # all; the first, and those of the last 8 tokens
-        assert layer.mass_skipped_est is not None and layer.mass_skipped_est.shape == (2, 4)
-        np.testing.assert_array_equal(layer.mass_skipped_est[0], 0)
-        assert (layer.mass_skipped_est[1] > 0).all() and (layer.mass_skipped_est[1] < 1).all()
+        np.testing.assert_array_equal(layer.always_selected, [3, 4])  # all; the first, and those of the last 8 tokens
+        assert layer.skipped_mass is not None and layer.skipped_mass.shape == (2, 4)
+        np.testing.assert_array_equal(layer.skipped_mass[0], 0)
+        assert (layer.skipped_mass[1] > 0).all() and (layer.skipped_mass[1] < 1).all()
         assert layer.kv_bytes_read == 4 * (3 + 7) * 4 * sequences.cache.spec.kv_token_bytes
         # of each sequence its own groups: the short one's padding is not counted
         assert layer.summary_bytes_read == 4 * (3 + 16) * (2 * 16 + 4)
@@ -208,12 +208,12 @@ def test_nan_in_keys_is_named(target: tuple, saved: Callable, tmp_path: Path) ->
     weights = load_file(path / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = np.nan
     save_file(weights, path / "model.safetensors")
-    for dtype, mend in (
+    for dtype, fix in (
         ("float32", "weights are damaged"),
         ("bfloat16", "bfloat16 cache overflows; try --dtype float32"),
     ):
         sequences = Sequences(target, load(target, path, dtype), dtype=dtype)
-        with pytest.raises(ConfigError, match=f"NaN or Inf in K of layer 1: .*{mend}"):
+        with pytest.raises(ConfigError, match=f"NaN or Inf in K of layer 1: .*{fix}"):
             sequences.prefill(0, tokens_of("llama2")[:5])
 
 
@@ -281,7 +281,9 @@ def _swapped_gate(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
 def test_tolerance_notices(name: str, change: Callable, saved: Callable, expected: Callable) -> None:
     """The comparison of `test_logits_match_transformers` fails for a decoder that is slightly wrong."""
     spec, weights = read_spec(saved(name)), load_weights(saved(name), read_spec(saved(name)))
-    positions, logits = run((oracle, "cpu"), Decoder(oracle, Model(change(spec, weights), weights)), tokens_of(name))
+    positions, logits = run(
+        (reference, "cpu"), Decoder(reference, Model(change(spec, weights), weights)), tokens_of(name)
+    )
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_close(logits, expected(name)[positions])
 
@@ -290,7 +292,7 @@ def test_numpy_decoder_refuses_unknown_tokens_and_dtypes(saved: Callable) -> Non
     spec = read_spec(saved("llama2"))
     weights = load_weights(saved("llama2"), spec)
     with pytest.raises(ValueError, match="tokens run from 1 to 300: the vocabulary has 0 to 299"):
-        Sequences((oracle, "cpu"), Decoder(oracle, Model(spec, weights))).prefill(0, np.array([1, 300]))
+        Sequences((reference, "cpu"), Decoder(reference, Model(spec, weights))).prefill(0, np.array([1, 300]))
     with pytest.raises(ConfigError, match="dtype 'int8' is unknown"):
         Model(spec, weights, "int8")
 
@@ -407,7 +409,7 @@ def test_original_context_beside_the_set_comes_first(tmp_path: Path) -> None:
 
 
 def test_dynamic_scaling_is_none_within_the_context(tmp_path: Path) -> None:
-    """transformers turns positions past the context by other frequencies, anew at every step; EPS ends before."""
+    """transformers turns positions past the context by other frequencies, again at every step; EPS ends before."""
     config = tiny_models.make_config("llama2-dynamic")
     rope, last = LlamaRotaryEmbedding(config), config.max_position_embeddings - 1
     within, _ = rope(torch.zeros(1), torch.tensor([[last]]))
@@ -529,7 +531,9 @@ def test_a_window_of_no_layer_is_full_attention_as_in_transformers(
     config.pop("layer_types", None)
     (path / "config.json").write_text(json.dumps(config))
     tokens = tokens_of("qwen2-fp16")
-    positions, logits = run((oracle, "cpu"), load_decoder(oracle, path, read_spec(path), "float32", "cpu"), tokens)
+    positions, logits = run(
+        (reference, "cpu"), load_decoder(reference, path, read_spec(path), "float32", "cpu"), tokens
+    )
     assert_close(logits, tiny_models.reference_logits(path, tokens.tolist())[positions])
 
 
@@ -736,9 +740,13 @@ def test_every_cache_dtype_can_be_stored() -> None:
         ({"min_context": 60, "budget": 0.1}, [59], True),
         ({"min_context": 60, "budget": 0.1}, [59, 60], False),
         ({"policy": "threshold", "top_pages": 50}, [100], False),
-        ({"budget": 1.0, "head_modes": (("gate", "window"),)}, [100], False),  # a window head reads its guards alone
+        (
+            {"budget": 1.0, "head_modes": (("gate", "window"),)},
+            [100],
+            False,
+        ),  # a window head reads its sink and recent tokens alone
         ({"budget": 0.1, "head_modes": (("dense", "dense"),)}, [100], True),
     ],
 )
 def test_what_needs_no_score(settings, lengths, expected):
-    assert EpsConfig.of(method="box", group_tokens=4, **settings).reads_all(0, lengths) is expected
+    assert EpsConfig.of(method="box", group_size=4, **settings).reads_all(0, lengths) is expected

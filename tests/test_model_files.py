@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from test_model import LLAMA_CONFIG, TOLERANCE, assert_refused
 
+from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec, Store
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import prepare
 from eps_core.evaluation.request import RunRequest
-from eps_core.files import inputs
+from eps_core.io import inputs
 from eps_core.models import weights as weights_module
 from eps_core.models.chat import render
 from eps_core.models.config import read_spec
@@ -72,7 +72,7 @@ def test_a_stored_head_of_tied_embeddings_is_used(
     assert ("lm_head.weight" in said and str(path) in said and said.count("\n") == 1) if used else not said
     tokens = [3, 250, 7, 99, 12]
     spec = decoder.spec
-    cache = backend.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1), Store(), device)
+    cache = backend.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1), CacheConfig(), device)
     _, logits = decoder.prefill(cache, np.array(tokens), np.arange(5), np.arange(1), 5)
     expected = tiny_models.reference_logits(path, tokens)[-1]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.std())

@@ -4,31 +4,31 @@ import numpy as np
 import pytest
 
 from eps_core.config.bytes import summary_bytes, summary_group_bytes
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
-from eps_core.paging.where import Where
+from eps_core.kv_cache.step_plan import StepPlan
 
 
 def test_four_bytes_of_coarse_groups() -> None:
     config = EpsConfig.of(method="norm")
-    assert config.store.S == 128 and config.store.has_bounds
-    assert [summary_group_bytes(config.store, head_dim) for head_dim in (1, 33, 128)] == [4, 4, 4]
-    assert summary_bytes(config.store, 32, 32, 128, 65536) == 2 << 20  # 2 MiB of the allowed 150
+    assert config.cache_config.S == 128 and config.cache_config.has_bounds
+    assert [summary_group_bytes(config.cache_config, head_dim) for head_dim in (1, 33, 128)] == [4, 4, 4]
+    assert summary_bytes(config.cache_config, 32, 32, 128, 65536) == 2 << 20  # 2 MiB of the allowed 150
     with pytest.raises(ConfigError, match="are norms"):
-        EpsConfig.of(method="norm", tail_tokens=128)
+        EpsConfig.of(method="norm", correction_tokens=128)
 
 
 def filled(target, k: np.ndarray, q: np.ndarray):
     """Scores of one sequence of keys k [T, D] in groups of 16, for one query q [D] whose scaled form is `q`."""
     backend, device = target
-    config = EpsConfig.of(method="norm", group_tokens=16, first_tokens=0, last_tokens=0)
-    cache = backend.new_cache(CacheSpec(1, 1, k.shape[1], len(k) // 16), config.store, device)
+    config = EpsConfig.of(method="norm", group_size=16, num_sink_tokens=0, num_recent_tokens=0)
+    cache = backend.new_cache(CacheSpec(1, 1, k.shape[1], len(k) // 16), config.cache_config, device)
     keys = backend.from_numpy(np.ascontiguousarray(k[:, None], np.float32), "float32", device)
     cache = backend.write_kv(cache, 0, keys, keys, np.arange(len(k)))
     table = np.arange(len(k) // 16, dtype=np.int32)[None]
     query = backend.from_numpy((q * np.sqrt(len(q)))[None, None].astype(np.float32), "float32", device)
-    scores = backend.score(cache, 0, query, Where.of(config, table, np.array([len(k)])))
+    scores = backend.score(cache, 0, query, StepPlan.of(config, table, np.array([len(k)])))
     return [backend.to_numpy(x).astype(np.float64).reshape(-1) for x in (scores.estimate, scores.lower, scores.upper)]
 
 

@@ -5,18 +5,18 @@ import importlib
 import numpy as np
 import pytest
 
-from eps_core import oracle
+from eps_core import reference
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import accept, layers, pace, verified
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
+from eps_core.kv_cache.groups import GroupState
+from eps_core.kv_cache.pool import PagePool
+from eps_core.metrics import rounds
 from eps_core.models.config import read_spec
-from eps_core.paging.groups import GroupState
-from eps_core.paging.pool import PagePool
-from eps_core.telemetry import rounds
 
 MODEL = "llama2-bf16-sharded"
 pytestmark = pytest.mark.kernels("numba")
@@ -28,17 +28,24 @@ def logits_of(backend, device, model, config):
     spec = read_spec(model)
     decoder = load_decoder(backend, model, spec, "float32", device)
     cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 64)
-    cache = backend.new_cache(cache_spec, config.store, device)
+    cache = backend.new_cache(cache_spec, config.cache_config, device)
     records = generate(
-        decoder, cache, PagePool(64, config.store.unit_tokens), PROMPTS, 6, Sampling(), config.read, keep_logits=True
+        decoder,
+        cache,
+        PagePool(64, config.cache_config.unit_tokens),
+        PROMPTS,
+        6,
+        Sampling(),
+        config.selection_config,
+        keep_logits=True,
     )
     return np.concatenate([record.logits for record in records])
 
 
 # of the backend, of its cache module, of the decoder: all that EPS adds
 BACKEND_PARTS = (
-    "score", "select", "skipped_mass", "bounds", "certify", "escalate", "merge", "add_tail", "attend_tail",
-    "attend_own", "unread_share", "moved_by",
+    "score", "select", "skipped_mass", "bounds", "bound_error", "extend_selection", "merge", "add_correction",
+    "attend_correction", "attend_own", "unread_share", "moved_by",
 )  # fmt: skip
 CACHE_PARTS = ("GroupState", "build_summary", "_update_summaries", "_add_summaries")
 
@@ -50,7 +57,7 @@ def poison(monkeypatch, backend) -> None:
         raise AssertionError("EPS ran although it is off")
 
     cache = importlib.import_module(f"{backend.__name__}.cache")
-    for module, names in ((backend, BACKEND_PARTS), (cache, CACHE_PARTS), (layers, ("attend_layer",))):
+    for module, names in ((backend, BACKEND_PARTS), (cache, CACHE_PARTS), (layers, ("sparse_attention",))):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
 
@@ -61,20 +68,20 @@ def test_off_runs_nothing_of_eps_and_changes_no_bit(target, model, monkeypatch):
         poison(patch, backend)
         without = logits_of(backend, device, model, EpsConfig.of())
         with pytest.raises(AssertionError, match="although it is off"):  # the poison works
-            logits_of(backend, device, model, EpsConfig.of(method="box", group_tokens=4))
+            logits_of(backend, device, model, EpsConfig.of(method="box", group_size=4))
     assert np.array_equal(without, logits_of(backend, device, model, EpsConfig.of()))
     # and in a process where EPS ran before: no state leaks from one cache to another
-    logits_of(backend, device, model, EpsConfig.of(method="rq", group_tokens=2))
+    logits_of(backend, device, model, EpsConfig.of(method="rq", group_size=2))
     assert np.array_equal(without, logits_of(backend, device, model, EpsConfig.of(method="off")))
 
 
 def verified_parts(backend) -> list[tuple[object, str]]:
-    """All that verified decoding adds to dense and gated decoding."""
+    """All that verified decoding adds to dense and sparse decoding."""
     named = [(module, name) for module in (verified, accept, pace, rounds) for name in functions_of(module)]
     methods = (
         (verified, ("accept",)), (Decoder, ("verify", "commit")),
-        (PagePool, ("reserve", "commit", "release")), (GroupState, ("void",)),
-        (backend, ("attend_rows", "place_kv", "visits")),
+        (PagePool, ("reserve", "commit", "release")), (GroupState, ("invalidate",)),
+        (backend, ("attend_rows", "write_kv_tentative", "visits")),
     )  # fmt: skip
     return [*named, *((owner, name) for owner, names in methods for name in names)]
 
@@ -84,9 +91,9 @@ def functions_of(module) -> list[str]:
 
 
 def test_without_verify_nothing_of_it_runs(target, model, monkeypatch):
-    """Dense and gated decoding: the same bits, and no function of the mode is called."""
+    """Dense and sparse decoding: the same bits, and no function of the mode is called."""
     backend, device = target
-    configs = [EpsConfig.of(), EpsConfig.of(method="meanstd", group_tokens=4, budget=0.3)]
+    configs = [EpsConfig.of(), EpsConfig.of(method="meanstd", group_size=4, budget=0.3)]
     want = [logits_of(backend, device, model, config) for config in configs]
 
     def refuse(*args, **kwargs):
@@ -109,16 +116,16 @@ def test_every_part_of_verified_decoding_is_among_them(model, monkeypatch):
 
         return call
 
-    parts = [(o, n) for o, n in verified_parts(oracle) if not isinstance(getattr(o, n), type)]
+    parts = [(o, n) for o, n in verified_parts(reference) if not isinstance(getattr(o, n), type)]
     for owner, name in parts:
         monkeypatch.setattr(owner, name, noted(owner, name, getattr(owner, name)))
     spec = read_spec(model)
-    config = EpsConfig.of(method="meanstd", group_tokens=4, budget=0.3)
-    cache = oracle.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 64), config.store)
-    decoder, pool = load_decoder(oracle, model, spec), PagePool(64, config.store.unit_tokens)
+    config = EpsConfig.of(method="meanstd", group_size=4, budget=0.3)
+    cache = reference.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 64), config.cache_config)
+    decoder, pool = load_decoder(reference, model, spec), PagePool(64, config.cache_config.unit_tokens)
     for _ in verified.verified(
-        decoder, cache, pool, [[5, 3, 2] * 9], 8, Sampling(1.0), config.read, Verify("tokens", 3)
+        decoder, cache, pool, [[5, 3, 2] * 9], 8, Sampling(1.0), config.selection_config, SpeculativeConfig("tokens", 3)
     ):
         pass
-    methods = {"verify", "commit", "reserve", "void", "attend_rows", "place_kv", "visits"}
+    methods = {"verify", "commit", "reserve", "invalidate", "attend_rows", "write_kv_tentative", "visits"}
     assert methods | {"verified", "accept"} <= met

@@ -22,9 +22,9 @@ from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.main import cli
 from eps_core.errors import ConfigError
 from eps_core.evaluation import measure as measure_module
-from eps_core.files import outputs
-from eps_core.files.outputs import JsonlWriter, Output
-from eps_core.telemetry import provenance
+from eps_core.io import outputs
+from eps_core.io.outputs import JsonlWriter, Output
+from eps_core.metrics import provenance
 
 ROOT = Path(__file__).parent.parent
 
@@ -109,7 +109,7 @@ def test_a_device_that_could_be_replaced_is_not(write: Any, tmp_path: Path) -> N
 STDOUT = """
 import sys
 from pathlib import Path
-from eps_core.files.outputs import JsonlWriter, Output
+from eps_core.io.outputs import JsonlWriter, Output
 print("before")
 with Output(Path("/dev/stdout")) as output:
     if sys.argv[1] == "whole":
@@ -171,7 +171,7 @@ def test_names_are_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from eps_core.files.outputs import Output
+from eps_core.io.outputs import Output
 with Output(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.pace import (
     DENSE_PROBES,
     FIRST_REST,
@@ -49,7 +49,7 @@ class Device:
         return expected / (gamma * self.draft + self.verify(gamma + 1)) if gamma else 1 / self.dense
 
 
-AUTO = Verify("tokens", None)
+AUTO = SpeculativeConfig("tokens", None)
 
 
 @pytest.mark.parametrize(
@@ -113,19 +113,19 @@ def test_a_device_that_changes_is_followed() -> None:
 
 def test_a_fixed_number_is_never_changed() -> None:
     for draft in (0, 3, 16):
-        pace = Pace(Verify("tokens", draft))
+        pace = Pace(SpeculativeConfig("tokens", draft))
         _, gammas, _ = Device(9.0, lambda rows: 99.0, 0.0).run(pace, 20)
         assert set(gammas) == {draft}
 
 
 @pytest.mark.parametrize("most", [1, 2, 16, 64])
 def test_never_more_drafts_than_the_most(most: int) -> None:
-    _, gammas, _ = Device(0.001, lambda rows: 1.0, 1.0).run(Pace(Verify("tokens", None, most=most)), 600)
+    _, gammas, _ = Device(0.001, lambda rows: 1.0, 1.0).run(Pace(SpeculativeConfig("tokens", None, most=most)), 600)
     assert max(gammas) == most
 
 
 def test_what_follows_a_miss_says_nothing_of_acceptance() -> None:
-    pace = Pace(Verify("tokens", None, most=4))
+    pace = Pace(SpeculativeConfig("tokens", None, most=4))
     assert [pace.acceptance(depth) for depth in range(4)] == [PRIOR] * 4
     for _ in range(400):
         pace.saw_round([4, 2, 0], [1, 2, 0])
@@ -152,7 +152,7 @@ def test_costs_are_medians_of_the_last_and_lie_on_a_line_between() -> None:
 
 
 def test_the_rate_is_expected_tokens_a_ms() -> None:
-    pace = Pace(Verify("tokens", None, most=4))
+    pace = Pace(SpeculativeConfig("tokens", None, most=4))
     for kind, ms in (("dense", 1.0), ("draft", 0.25), (4, 2.0)):
         pace.saw_cost(kind, ms)
     a = PRIOR

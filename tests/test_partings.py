@@ -6,20 +6,22 @@ from typing import Any
 import pytest
 from verified_runs import GREEDY, Drafter, Model, eps, judge, prompt
 
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
+from eps_core.evaluation.outcomes import Parting, Ran, partings, report
 from eps_core.evaluation.runner import Outcome
-from eps_core.evaluation.sides import Parting, Ran, partings, report
 
 CONFIG = eps("meanstd", budget=0.3)
 PROMPTS = [prompt(45), prompt(22, 1)]
 
 
 @pytest.fixture
-def sides() -> tuple[Outcome, Outcome]:
+def outcomes() -> tuple[Outcome, Outcome]:
     """Of the same text."""
     model: Model = judge()
     dense = model.dense(PROMPTS, CONFIG, 6, GREEDY)
-    exact = model.verified(PROMPTS, CONFIG, 6, GREEDY, Verify("tokens", 3), drafter=Drafter(model, dense=True))
+    exact = model.verified(
+        PROMPTS, CONFIG, 6, GREEDY, SpeculativeConfig("tokens", 3), drafter=Drafter(model, dense=True)
+    )
     texts = ["", ""]
     return (
         Outcome(dense.records, tokens=dense.said, texts=texts),
@@ -27,20 +29,20 @@ def sides() -> tuple[Outcome, Outcome]:
     )
 
 
-def told(verify: Verify, sides: tuple[Outcome, Outcome]) -> tuple[str, dict[str, Any]]:
+def given(verify: SpeculativeConfig, outcomes: tuple[Outcome, Outcome]) -> tuple[str, dict[str, Any]]:
     out = io.StringIO()
-    line = report(Ran({}, CONFIG, [45, 22], None, verify), *sides, out)
+    line = report(Ran({}, CONFIG, [45, 22], None, verify), *outcomes, out)
     return out.getvalue(), line
 
 
-def test_the_same_text_parts_nowhere(sides: tuple[Outcome, Outcome]) -> None:
-    assert partings(*sides) == []
-    table, line = told(Verify("tokens", 3), sides)
+def test_the_same_text_parts_nowhere(outcomes: tuple[Outcome, Outcome]) -> None:
+    assert partings(*outcomes) == []
+    table, line = given(SpeculativeConfig("tokens", 3), outcomes)
     assert line["tokens_equal"] is True and line["partings"] == [] and "runner-up" not in table
 
 
-def test_a_parting_has_the_margins_of_both_at_its_token(sides: tuple[Outcome, Outcome]) -> None:
-    dense, exact = sides
+def test_a_parting_has_the_margins_of_both_at_its_token(outcomes: tuple[Outcome, Outcome]) -> None:
+    dense, exact = outcomes
     exact.tokens[1] = [*exact.tokens[1][:4], exact.tokens[1][4] + 1, exact.tokens[1][5]]
     want = dense.records[4].margins[1]
     (found,) = partings(dense, exact)
@@ -52,8 +54,8 @@ def test_a_parting_has_the_margins_of_both_at_its_token(sides: tuple[Outcome, Ou
     assert partings(dense, exact) == [Parting(1, 3, None, None)]
 
 
-def test_the_table_says_from_which_token_a_text_is_another(sides: tuple[Outcome, Outcome]) -> None:
-    sides[1].tokens[0] = [token + 1 for token in sides[1].tokens[0]]
-    table, line = told(Verify("tokens", 3), sides)
+def test_the_table_says_from_which_token_a_text_is_another(outcomes: tuple[Outcome, Outcome]) -> None:
+    outcomes[1].tokens[0] = [token + 1 for token in outcomes[1].tokens[0]]
+    table, line = given(SpeculativeConfig("tokens", 3), outcomes)
     assert len(line["partings"]) == 1 and "not from new token 1 of prompt 1 on" in table
     assert line["tokens_equal"] is False and "runner-up" in table

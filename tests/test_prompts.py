@@ -1,4 +1,4 @@
-"""The prompts of a run: a text, files, JSONL. Several are one batch, dense and gated; each is what it is alone."""
+"""The prompts of a run: a text, files, JSONL. Several are one batch, dense and sparse; each is what it is alone."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from eps_core.evaluation.request import RunRequest
 from eps_core.load import backend_name, load_backend
 
 RAGGED = [PROMPT, "x", PROMPT[7:160]]
-BOX = EpsConfig.of(method="box", group_tokens=8, first_tokens=4, last_tokens=16, budget=0.3)
+BOX = EpsConfig.of(method="box", group_size=8, num_sink_tokens=4, num_recent_tokens=16, budget=0.3)
 
 
 def decode(target: tuple, model: Path, prompts: list[str], **more: Any) -> tuple[dict[str, Any], str]:
@@ -83,7 +83,7 @@ def test_files_and_lines_are_prompts_in_their_order(model: Path, tmp_path: Path)
     done = call(
         "run", "--backend", "numpy", "--model", model, "--prompt-file", tmp_path / "a.txt", "--prompt-file",
         tmp_path / "b.jsonl", "--max-new-tokens", 4, "--no-stop", "--no-baseline", "--eps-method", "box",
-        "--eps-group-tokens", 8, "--eps-last-tokens", 16, "--eps-audit-every", 2, "--metrics", metrics, "--csv", table,
+        "--eps-group-size", 8, "--eps-recent-tokens", 16, "--eps-audit-every", 2, "--metrics", metrics, "--csv", table,
     )  # fmt: skip
     assert done.returncode == 0 and re.fullmatch(PROGRESS.replace("prefill", r"\w+"), done.stderr), done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_blocks import Memory, snapshot
 
 from eps_core.errors import ConfigError
-from eps_core.paging.pool import PagePool, Sequence
+from eps_core.kv_cache.pool import PagePool, Sequence
 
 DRAFT = 1000  # tokens above are drafts, which nobody may ever find
 

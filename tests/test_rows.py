@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eps_core import oracle
+from eps_core import reference
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.paging.pool import PagePool
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
+from eps_core.kv_cache.pool import PagePool
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 
 pytestmark = pytest.mark.kernels("numba", "triton", "metal")
 
@@ -28,7 +28,7 @@ class Case:
     num_kv_heads: int = 2
     head_dim: int = 16
     dtype: str = "float32"
-    group_tokens: int = 2
+    group_size: int = 2
     block_size: int = 16
     scale_q: float = 2.0
     bits: tuple[int, int] = (16, 16)  # of K and of V
@@ -36,7 +36,7 @@ class Case:
     def __str__(self) -> str:
         return (
             f"T{'+'.join(map(str, self.lengths))}-N{'+'.join(map(str, self.num_rows))}-{self.num_heads}q"
-            f"{self.num_kv_heads}kv-D{self.head_dim}-S{self.group_tokens}-{self.dtype}"
+            f"{self.num_kv_heads}kv-D{self.head_dim}-S{self.group_size}-{self.dtype}"
             + (f"-K{self.bits[0]}V{self.bits[1]}" if self.bits != (16, 16) else "")
         )
 
@@ -48,11 +48,11 @@ CASES = [
     Case((9, 3), (9, 3)),  # nothing before the rows
     Case((300, 290), (17, 2), num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16"),
     Case((530,), (17,), num_heads=8, num_kv_heads=1, head_dim=128, dtype="bfloat16", block_size=64),
-    Case((290,), (5,), num_heads=3, num_kv_heads=3, head_dim=20, group_tokens=3, block_size=12),
-    Case((290, 60), (33, 4), num_heads=6, num_kv_heads=3, head_dim=33, group_tokens=48, dtype="float16"),
-    Case((150,), (7,), num_heads=14, num_kv_heads=2, head_dim=80, group_tokens=1),
-    Case((700,), (4,), num_heads=16, num_kv_heads=1, head_dim=96, group_tokens=16, scale_q=20.0),
-    Case((64, 128), (1, 8), group_tokens=64, block_size=64),
+    Case((290,), (5,), num_heads=3, num_kv_heads=3, head_dim=20, group_size=3, block_size=12),
+    Case((290, 60), (33, 4), num_heads=6, num_kv_heads=3, head_dim=33, group_size=48, dtype="float16"),
+    Case((150,), (7,), num_heads=14, num_kv_heads=2, head_dim=80, group_size=1),
+    Case((700,), (4,), num_heads=16, num_kv_heads=1, head_dim=96, group_size=16, scale_q=20.0),
+    Case((64, 128), (1, 8), group_size=64, block_size=64),
     Case((300, 290), (17, 2), num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16", bits=(8, 4)),
     Case((150, 37), (5, 1), head_dim=34, bits=(4, 16)),
 ]
@@ -63,8 +63,8 @@ class Filled:
 
     def __init__(self, backend: Any, device: str, case: Case, rng: np.random.Generator) -> None:
         self.case, self.backend, self.device = case, backend, device
-        self.config = EpsConfig.of(method="box", block_size=case.block_size, group_tokens=case.group_tokens)
-        size = self.config.store.unit_tokens
+        self.config = EpsConfig.of(method="box", block_size=case.block_size, group_size=case.group_size)
+        size = self.config.cache_config.unit_tokens
         units, (k_bits, v_bits) = sum(-(-t // size) for t in case.lengths) + 2, case.bits
         spec = CacheSpec(
             1, case.num_kv_heads, case.head_dim, units, case.dtype, k_bits=k_bits, v_bits=v_bits
@@ -81,16 +81,16 @@ class Filled:
         self.table, self.lengths = pool.table(sequences), pool.lengths(sequences)
         self.keys = [rng.normal(size=(t, case.num_kv_heads, case.head_dim)).astype(np.float32) for t in case.lengths]
         self.values = [rng.normal(size=k.shape).astype(np.float32) for k in self.keys]
-        self.cache = backend.new_cache(spec, self.config.store, device)
-        self.judge = oracle.new_cache(spec, self.config.store)
+        self.cache = backend.new_cache(spec, self.config.cache_config, device)
+        self.judge = reference.new_cache(spec, self.config.cache_config)
         for b in range(len(case.lengths)):
             self.write(b, self.keys[b], self.values[b])
 
     def write(self, b: int, k: np.ndarray, v: np.ndarray) -> None:
         given = (self.backend.from_numpy(x, self.case.dtype, self.device) for x in (k, v))
-        self.cache = self.backend.place_kv(self.cache, 0, *given, self.slots[b])
-        rounded = (oracle.from_numpy(x, self.case.dtype) for x in (k, v))
-        self.judge = oracle.place_kv(self.judge, 0, *rounded, self.slots[b])
+        self.cache = self.backend.write_kv_tentative(self.cache, 0, *given, self.slots[b])
+        rounded = (reference.from_numpy(x, self.case.dtype) for x in (k, v))
+        self.judge = reference.write_kv_tentative(self.judge, 0, *rounded, self.slots[b])
 
     def rows(self) -> Rows:
         return Rows.of(self.table, self.lengths, np.array(self.case.num_rows))
@@ -98,7 +98,7 @@ class Filled:
 
 def query(case: Case, rng: np.random.Generator) -> np.ndarray:
     q = rng.normal(size=(sum(case.num_rows), case.num_heads, case.head_dim)) * case.scale_q
-    return np.asarray(oracle.from_numpy(q.astype(np.float32), case.dtype), np.float32)
+    return np.asarray(reference.from_numpy(q.astype(np.float32), case.dtype), np.float32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -109,19 +109,19 @@ def test_rows_are_what_the_oracle_says(target, case, exact_q) -> None:
     filled = Filled(backend, device, case, rng)
     q, rows = query(case, rng), filled.rows()
     dtype = case.dtype if exact_q else "float32"
-    groups = rows.table.shape[1] * filled.config.store.groups_per_unit
-    visit = rng.random((rows.total, case.num_kv_heads, groups)) < 0.3
-    visit[0] = False  # a row of which nothing was visited
+    groups = rows.table.shape[1] * filled.config.cache_config.groups_per_unit
+    selected_mask = rng.random((rows.total, case.num_kv_heads, groups)) < 0.3
+    selected_mask[0] = False  # a row of which nothing was visited
     before = filled.cache.kv_bytes_read
     got = backend.attend_rows(
         filled.cache,
         0,
         backend.from_numpy(q, dtype, device),
         rows,
-        backend.from_numpy(visit, "float32", device) > 0,
+        backend.from_numpy(selected_mask, "float32", device) > 0,
     )
-    want = oracle.attend_rows(filled.judge, 0, q.astype(np.float64), rows, visit)
-    out, lse, visited = (backend.to_numpy(x) for x in (got.out, got.lse, got.visited_lse))
+    want = reference.attend_rows(filled.judge, 0, q.astype(np.float64), rows, selected_mask)
+    out, lse, selected = (backend.to_numpy(x) for x in (got.out, got.lse, got.selected_lse))
     # every tile once for all rows: the bytes of one dense step
     token_bytes = case.num_kv_heads * filled.cache.spec.kv_token_bytes
     assert filled.cache.kv_bytes_read - before == sum(case.lengths) * token_bytes
@@ -130,11 +130,11 @@ def test_rows_are_what_the_oracle_says(target, case, exact_q) -> None:
     weights = 2.0**-7 if case.dtype != "float32" else 0  # kernels may round softmax weights to the cache's dtype
     assert np.abs(lse - want.lse).max() < slack
     assert np.abs(out - want.out).max() < 5 * (slack + EPS[dtype] + weights * EPS[case.dtype] * 2**7)
-    np.testing.assert_array_equal(np.isneginf(visited), np.isneginf(want.visited_lse))
-    there = ~np.isneginf(want.visited_lse)
-    assert np.abs(visited[there] - want.visited_lse[there]).max(initial=0) < slack
+    np.testing.assert_array_equal(np.isneginf(selected), np.isneginf(want.selected_lse))
+    there = ~np.isneginf(want.selected_lse)
+    assert np.abs(selected[there] - want.selected_lse[there]).max(initial=0) < slack
     plain = backend.attend_rows(filled.cache, 0, backend.from_numpy(q, dtype, device), rows)
-    assert plain.visited_lse is None
+    assert plain.selected_lse is None
     np.testing.assert_array_equal(backend.to_numpy(plain.out), out)
     np.testing.assert_array_equal(backend.to_numpy(plain.lse), lse)
 
@@ -164,11 +164,11 @@ def test_placed_tokens_have_no_summary(target) -> None:
     """Full groups of a unit's last owner do not count for what is placed over them; groups that go on, go on."""
     backend, device = target
     rng = np.random.default_rng(4)
-    config = EpsConfig.of(method="meanstd", block_size=16, group_tokens=4)
+    config = EpsConfig.of(method="meanstd", block_size=16, group_size=4)
     spec = CacheSpec(1, 2, 16, 4, "float32")
 
     def filled(*written: int) -> Any:
-        cache = backend.new_cache(spec, config.store, device)
+        cache = backend.new_cache(spec, config.cache_config, device)
         at = 0
         for count in written:
             rows = backend.from_numpy(keys[at : at + count], "float32", device)
@@ -179,12 +179,12 @@ def test_placed_tokens_have_no_summary(target) -> None:
     keys = rng.normal(size=(40, 2, 16)).astype(np.float32)
     cache = filled(40)
     rows = backend.from_numpy(keys[18:27] + 1, "float32", device)
-    cache = backend.place_kv(cache, 0, rows, rows, np.arange(18, 27))
-    where = Where.of(EpsConfig.over(config.store, config.read), np.arange(3)[None], np.array([40]))
-    np.testing.assert_array_equal(np.flatnonzero(where.missing(cache.state[0])[0]), [4, 5, 6])
-    # an open group, whose tokens were not placed over, is summarised as if nothing had been placed behind it
+    cache = backend.write_kv_tentative(cache, 0, rows, rows, np.arange(18, 27))
+    plan = StepPlan.of(EpsConfig.over(config.cache_config, config.selection_config), np.arange(3)[None], np.array([40]))
+    np.testing.assert_array_equal(np.flatnonzero(plan.missing(cache.state[0])[0]), [4, 5, 6])
+    # a partial group, whose tokens were not placed over, is summarised as if nothing had been placed behind it
     cache, plain = filled(18), filled(18)
-    cache = backend.place_kv(cache, 0, rows, rows, np.arange(18, 27))
+    cache = backend.write_kv_tentative(cache, 0, rows, rows, np.arange(18, 27))
     rest = backend.from_numpy(keys[18:22], "float32", device)
     cache, plain = (backend.write_kv(one, 0, rest, rest, np.arange(18, 22)) for one in (cache, plain))
     for name, summary in plain.summaries[0].items():

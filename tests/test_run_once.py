@@ -16,16 +16,16 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.evaluation import compare
 from eps_core.evaluation.request import RunRequest
-from eps_core.evict.keep import Keep
+from eps_core.eviction.config import EvictionConfig
 from eps_core.load import backend_name
 
 PROMPTS = ("It was a dark and stormy night; the rain fell in torrents. " * 5, "x", "the rain fell in torrents. " * 7)
 CHUNK = 50
-BOX: dict[str, Any] = {"method": "box", "group_tokens": 8, "first_tokens": 4, "last_tokens": 16, "budget": 0.3}
+BOX: dict[str, Any] = {"method": "box", "group_size": 8, "num_sink_tokens": 4, "num_recent_tokens": 16, "budget": 0.3}
 CONFIGS = {
     "box": BOX,
-    "pages": {**BOX, "group_tokens": 32, "tail_tokens": 64},
-    "rq": {"method": "rq", "budget": 0.3, "first_tokens": 4, "last_tokens": 16},
+    "pages": {**BOX, "group_size": 32, "correction_tokens": 64},
+    "rq": {"method": "rq", "budget": 0.3, "num_sink_tokens": 4, "num_recent_tokens": 16},
     "bounds": {**BOX, "bound_bits": 8, "strict": True},
 }
 NOT_TIMES = ("new_tokens", "bytes_kv_read_est", "bytes_summary_read", "bytes_k_reread", "bytes_ratio", "kept_ratio")
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "codes": {"kv_bits": (8, 4)},  # prefilled once for the model's own dense run, and once for codes
     "sampled": {"sampling": Sampling(0.9, 0.8, 5)},
     "kl": {"kl": True},
-    "evicting": {"keep": Keep("snapkv", 0.5), "kl": True, "prompts": PROMPTS},
+    "evicting": {"keep": EvictionConfig("snapkv", 0.5), "kl": True, "prompts": PROMPTS},
 }
 
 
@@ -69,19 +69,19 @@ def request(target: tuple, model: Path, **settings: Any) -> RunRequest:
 
 def ran(one: RunRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, compare.Outcome], dict[str, Any]]:
     """(sides as the table is given them, the last line's object)."""
-    sides: dict[str, compare.Outcome] = {}
+    outcomes: dict[str, compare.Outcome] = {}
     decode = compare._decode
 
     def kept(job: compare.Job, name: str, *rest: Any, **more: Any) -> compare.Outcome:
-        sides[name] = decode(job, name, *rest, **more)
-        return sides[name]
+        outcomes[name] = decode(job, name, *rest, **more)
+        return outcomes[name]
 
     with monkeypatch.context() as patch:
         patch.setattr(compare, "_decode", kept)
-        return sides, compare.run(one, io.StringIO())
+        return outcomes, compare.run(one, io.StringIO())
 
 
-def told(side: compare.Outcome) -> tuple[Any, ...]:
+def given(side: compare.Outcome) -> tuple[Any, ...]:
     """What a side said, read and selected, step by step."""
     steps = [
         {name: np.asarray(value).tolist() for name, value in record.to_dict().items() if not name.endswith("_ms")}
@@ -100,11 +100,11 @@ def test_a_prompt_is_prefilled_once_and_each_side_is_what_it_is_alone(
     chunks = [min(CHUNK, length - start) for length in lengths for start in range(0, length, CHUNK)]
     assert prefilled == chunks * (2 if "kv_bits" in case else 1)
     alone, _ = ran(request(target, model, **{**case, "kl": False, "baseline": False}), monkeypatch)
-    assert told(both["eps"]) == told(alone["eps"])
-    size = case.get("config", EpsConfig.of(**BOX)).store.unit_tokens
+    assert given(both["eps"]) == given(alone["eps"])
+    size = case.get("config", EpsConfig.of(**BOX)).cache_config.unit_tokens
     off = {key: value for key, value in case.items() if key not in ("keep", "kl", "kv_bits")}
     dense, _ = ran(request(target, model, **{**off, "config": EpsConfig.of(block_size=size)}), monkeypatch)
-    assert told(both["dense"]) == told(dense["dense"])
+    assert given(both["dense"]) == given(dense["dense"])
     assert (both["eps"].prefill_ms == both["dense"].prefill_ms) == ("kv_bits" not in case)
     assert len(result["text"] or "x") and (result["kl_max"] < 5 if case.get("kl") else "kl_max" not in result)
 
@@ -121,7 +121,7 @@ def test_stored_prompts_are_loaded_once_for_both_sides(
     assert loaded == result["stored"]["dense"]["tokens_loaded"] > 200
     assert sum(prefilled) == result["prompt_tokens"] - 1 - loaded
     # the last tokens come in another chunk, which rounds otherwise
-    assert [told(first[name])[:2] for name in first] == [told(second[name])[:2] for name in first]
+    assert [given(first[name])[:2] for name in first] == [given(second[name])[:2] for name in first]
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -174,7 +174,7 @@ def test_a_run_that_is_slower_says_so(
     ("settings", "least"),
     [
         ({}, 1025),  # rq reads at least 1,024 tokens
-        ({"budget": 0.05}, 13),  # its guards
+        ({"budget": 0.05}, 13),  # its sink and recent tokens
         ({"budget": 1.0}, None),
         ({"budget": 2048.0}, 2049),
         ({"budget": 0.05, "min_context": 4000}, 4000),

@@ -1,4 +1,4 @@
-"""A session opens a model once, a prefix is prefilled once, and the runner's arms are what they would be alone."""
+"""A session opens a model once, a prefix is prefilled once, and the runner's variants are what they would be alone."""
 
 import ast
 from dataclasses import replace
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny_models
 
+from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import Store
 from eps_core.decode import session as session_module
 from eps_core.decode.generate import generate
 from eps_core.decode.prefix import Prefix
@@ -20,11 +20,11 @@ from eps_core.evaluation.runner import DENSE, GREEDY, Document, Outcome, run_bat
 from experiments.grid.grid_cell import Watched
 
 ROOT = Path(__file__).parent.parent
-SMALL = {"first_tokens": 4, "last_tokens": 16, "budget": 0.3}
+SMALL = {"num_sink_tokens": 4, "num_recent_tokens": 16, "budget": 0.3}
 CONFIGS = {
     "rq": EpsConfig.of(method="rq", **SMALL),
-    "box": EpsConfig.of(method="box", group_tokens=8, **SMALL),
-    "jl": EpsConfig.of(method="jl", group_tokens=16, **SMALL),
+    "box": EpsConfig.of(method="box", group_size=8, **SMALL),
+    "jl": EpsConfig.of(method="jl", group_size=16, **SMALL),
     "off": EpsConfig(),
 }
 TOKENS = np.random.default_rng(0).integers(0, 256, 333).tolist()
@@ -35,7 +35,7 @@ def session(request: pytest.FixtureRequest, model: Path) -> Session:
     return Session.open(model, request.param, "cpu", "float32", "bfloat16")
 
 
-def facts(outcome: Outcome) -> list[tuple]:
+def method_spec(outcome: Outcome) -> list[tuple]:
     return [
         (r.tokens, r.lengths, r.pages_visited, r.bytes_kv_read_est, r.bytes_summary_read, r.bytes_kv_dense)
         for r in outcome.records
@@ -75,18 +75,18 @@ def test_tokens_past_the_vocabulary_and_broken_text_are_refused(session: Session
 
 def test_a_cache_that_does_not_fit_is_refused_by_one_message(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"MiB does not fit this machine's .* MiB"):
-        session.cache(Store(), 10**14)
+        session.cache(CacheConfig(), 10**14)
 
     def full(*args: Any) -> None:
         raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setattr(session.backend, "new_cache", full)
     with pytest.raises(ConfigError, match="MiB does not fit cpu"):
-        session.cache(Store(), 100)
+        session.cache(CacheConfig(), 100)
 
 
 def test_a_cache_has_room_for_every_sequence(session: Session) -> None:
-    cache, pool = session.cache(CONFIGS["box"].store, [33] * 3)
+    cache, pool = session.cache(CONFIGS["box"].cache_config, [33] * 3)
     assert cache.spec.num_units == pool.num_units == 9 and cache.spec.max_open_groups == 3
     assert cache.spec.dtype == "bfloat16" and cache.kernels == session.kernels
 
@@ -96,7 +96,7 @@ def test_a_cache_has_room_for_every_sequence(session: Session) -> None:
 
 def test_written_sequences_grow_and_stay_the_caller_s(session: Session) -> None:
     prefix = session.prefix(TOKENS[:40])
-    cache, pool = session.cache(Store(), 60)
+    cache, pool = session.cache(CacheConfig(), 60)
     sequence, cache = prefix.into(session.backend, cache, pool, room=20)
     assert sequence.table.tolist() == [0, 1, 2, 3] and sequence.length == 40
     records = list(
@@ -114,22 +114,22 @@ def test_a_prompt_of_one_token_has_an_empty_prefix(session: Session) -> None:
     assert outcomes[DENSE].said == outcomes["rq"].said and len(outcomes["rq"].records) == 3
 
 
-# ---- arms
+# ---- variants
 
 
 def test_arms_that_keep_the_same_share_a_cache_and_are_what_they_are_alone(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = CONFIGS["box"]
-    arms = {
+    variants = {
         "a": box,
         "b": CONFIGS["rq"],
         "c": box.replace(budget=0.8),
         "d": box.replace(policy="threshold", top_pages=4),
     }
     document = Document.along(TOKENS, 30)
-    for config in (EpsConfig(), *arms.values()):
-        session.check_kernels(config.store)  # which makes caches of its own, once
+    for config in (EpsConfig(), *variants.values()):
+        session.check_kernels(config.cache_config)  # which makes caches of its own, once
     made = []
     real = session.backend.new_cache
 
@@ -138,20 +138,20 @@ def test_arms_that_keep_the_same_share_a_cache_and_are_what_they_are_alone(
         return real(*args)
 
     monkeypatch.setattr(session.backend, "new_cache", new_cache)
-    together = run_document(session, document, arms)
+    together = run_document(session, document, variants)
     # the prefill, the dense decode, and two that keep different things
-    assert made == [Store(), Store(), box.store, CONFIGS["rq"].store]
-    assert list(together) == [DENSE, *arms]
-    for name, config in arms.items():
+    assert made == [CacheConfig(), CacheConfig(), box.cache_config, CONFIGS["rq"].cache_config]
+    assert list(together) == [DENSE, *variants]
+    for name, config in variants.items():
         alone = run_document(session, document, {name: config})[name]
-        assert facts(together[name]) == facts(alone)
+        assert method_spec(together[name]) == method_spec(alone)
         np.testing.assert_array_equal(together[name].kl, alone.kl)
         np.testing.assert_array_equal(together[name].agree, alone.agree)
 
 
 def test_a_text_is_fed_token_by_token_and_compared_with_dense(session: Session) -> None:
     document = Document.along(TOKENS, 12)
-    assert document.prompt == TOKENS[:322] and document.forced == TOKENS[322:] and document.num_steps == 12
+    assert document.prompt == TOKENS[:322] and document.always_selected == TOKENS[322:] and document.num_steps == 12
     outcomes = run_document(session, document, {"all": CONFIGS["box"].replace(budget=1.0), "some": CONFIGS["box"]})
     dense = outcomes.pop(DENSE)
     assert dense.logits.shape[:2] == (12, 1) and dense.kl is None
@@ -199,11 +199,11 @@ def test_a_batch_says_what_its_documents_say_alone(session: Session, monkeypatch
         return plain_step(cache, tokens, slots, table, *more)
 
     monkeypatch.setattr(session.decoder, "step", step)
-    arms = {name: CONFIGS[name] for name in ("box", "off")}
-    together = run_batch(session, documents, arms, [session.prefix(prompt[:-1]) for prompt in prompts])
+    variants = {name: CONFIGS[name] for name in ("box", "off")}
+    together = run_batch(session, documents, variants, [session.prefix(prompt[:-1]) for prompt in prompts])
     for index, document in enumerate(documents):
-        alone = run_document(session, document, arms)
-        for name in arms:
+        alone = run_document(session, document, variants)
+        for name in variants:
             assert together[name].said[index] == alone[name].said[0]
 
 
@@ -228,7 +228,7 @@ def test_a_stop_token_is_not_said(session: Session) -> None:
         ("prefill", "eps_core/decode/generate.py"),
         # a round's drafts and its dense step
         ("step", "eps_core/decode/generate.py eps_core/decode/verified.py"),
-        ("step_record", "eps_core/decode/generate.py eps_core/engine/gated.py eps_core/evaluation/engines.py"),
+        ("step_record", "eps_core/decode/generate.py eps_core/integrations/layers.py eps_core/evaluation/engines.py"),
     ],
 )
 def test_there_is_one_place_that(call: str, home: str) -> None:
@@ -251,11 +251,11 @@ def test_there_is_one_place_that(call: str, home: str) -> None:
 
 
 def test_short_prompts_lend_no_centre_to_the_next_arm(session: Session) -> None:
-    """Below the 256 keys that a centre needs, an arm's decode would find it for the arm after it."""
+    """Below the 256 keys that a centroid needs, a variant's decode would find it for the variant after it."""
     document = Document(TOKENS[:250], 12)
     first = CONFIGS["rq"].replace(bound_bits=8)
     second = first.replace(budget=0.5)
-    assert first.store == second.store
+    assert first.cache_config == second.cache_config
     together = run_document(session, document, {"first": first, "second": second})
     alone = run_document(session, document, {"second": second})
-    assert facts(together["second"]) == facts(alone["second"])
+    assert method_spec(together["second"]) == method_spec(alone["second"])

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import FLAT, EpsConfig
-from eps_core.config.store import Store
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.sampling import Sampling
-from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.evaluation.request import RunRequest
-from eps_core.evict.keep import Keep
-from eps_cuda.hooks.vllm.asked import Asked, fitted
+from eps_core.eviction.config import EvictionConfig
+from eps_core.integrations.settings import Settings
+from eps_cuda.integrations.vllm.asked import Asked, fitted
 
 RQ = EpsConfig.of(method="rq")
 THRESHOLD = EpsConfig.of(method="box", policy="threshold", top_pages=5)
@@ -28,15 +28,15 @@ VALUES = {
     "method": ["rq", "box", "moments", "off"],
     "mean_tokens": [32, 64],
     "mean_bits": [4, 8],
-    "stages": [(), (0.25,), (0.5, 0.2)],
-    "refine": [0.0, 0.125, 0.5],
+    "cascade": [(), (0.25,), (0.5, 0.2)],
+    "rescore": [0.0, 0.125, 0.5],
     "rq_bounds": [False, True],
-    "tail_tokens": [0, 48, 64],
-    "group_tokens": [1, 2, 16, 32],
+    "correction_tokens": [0, 48, 64],
+    "group_size": [1, 2, 16, 32],
     "block_size": [16, 48],
     "budget": [0.05, 0.1],
     "budget_floor": [0, 1024],
-    "last_tokens": [8, 128],
+    "num_recent_tokens": [8, 128],
 }
 FLATS = st.fixed_dictionaries({}, optional={name: st.sampled_from([None, *VALUES[name]]) for name in VALUES})
 
@@ -62,30 +62,30 @@ def test_replaced_settings_are_as_if_they_had_been_given(first: dict, then: dict
 
 
 @pytest.mark.parametrize(("config", "changed", "want"), [
-    (RQ, {"rq_bounds": True}, {"mean_tokens": 64, "stages": []}),
-    (RQ, {"block_size": 96}, {"mean_tokens": 32, "tail_tokens": 0}),
-    (RQ, {"refine": 0.6}, {"stages": [0.6], "refine": 0.6}),
+    (RQ, {"rq_bounds": True}, {"mean_tokens": 64, "cascade": []}),
+    (RQ, {"block_size": 96}, {"mean_tokens": 32, "correction_tokens": 0}),
+    (RQ, {"rescore": 0.6}, {"cascade": [0.6], "rescore": 0.6}),
     (RQ, {"budget": 0.05}, {"budget": 0.05, "budget_floor": 0}),
     (RQ, {"top_pages": 9}, {"top_pages": 9, "budget_floor": 0}),
-    (RQ, {"method": "box"}, {"budget": 0.1, "budget_floor": 0, "group_tokens": 16, "last_tokens": 128}),
+    (RQ, {"method": "box"}, {"budget": 0.1, "budget_floor": 0, "group_size": 16, "num_recent_tokens": 128}),
     (RQ.replace(budget=0.2), {"method": "box"}, {"budget": 0.2}),
     (RQ.replace(budget=0.2), {"method": "box", "budget": None}, {"budget": 0.1}),
-    (RQ.replace(mean_tokens=32), {"mean_tokens": None}, {"mean_tokens": 64, "stages": [0.5]}),
+    (RQ.replace(mean_tokens=32), {"mean_tokens": None}, {"mean_tokens": 64, "cascade": [0.5]}),
     (THRESHOLD, {"policy": "topk"}, {"policy": "topk", "top_pages": 5}),
-    (EpsConfig.of(method="box", group_blocks=2), {"group_tokens": 8}, {"group_tokens": 8}),
-    (EpsConfig.of(method="box", group_blocks=2), {"block_size": 8}, {"group_tokens": 16}),
-    (EpsConfig.of(method="off", mean_tokens=64), {"method": "rq"}, {"mean_tokens": 64, "budget": 0.05}),
-    (EpsConfig.of(method="box", block_size=32).with_tail(), {"method": "meanstd"}, {"tail_tokens": 128}),
+    (EpsConfig.of(method="box", group_blocks=2), {"group_size": 8}, {"group_size": 8}),
+    (EpsConfig.of(method="box", group_blocks=2), {"block_size": 8}, {"group_size": 16}),
+    (EpsConfig.of(method="off", mean_tokens=64), {"method": "rq"}, {"mean_tokens": 64, "budget": 0.1}),
+    (EpsConfig.of(method="box", block_size=32).with_correction(), {"method": "meanstd"}, {"correction_tokens": 128}),
 ], ids=str)  # fmt: skip
 def test_what_followed_follows_again(config: EpsConfig, changed: dict, want: dict) -> None:
     assert want.items() <= config.replace(**changed).to_dict().items()
 
 
 @pytest.mark.parametrize(("config", "changed", "words"), [
-    (EpsConfig.of(method="rq", mean_tokens=32), {"method": "box"}, "eps-unit-tokens 32 is for rq codes"),
-    (EpsConfig.of(method="rq", stages=(0.25,)), {"method": "box"}, "eps-stages reads rq codes"),
-    (EpsConfig.from_dict(RQ.to_dict()), {"method": "box"}, "eps-unit-tokens 64 is for rq codes"),
-    (EpsConfig.over(RQ.store, RQ.read), {"method": "box"}, "eps-unit-tokens 64 is for rq codes"),
+    (EpsConfig.of(method="rq", mean_tokens=32), {"method": "box"}, "eps-mean-tokens 32 is for rq codes"),
+    (EpsConfig.of(method="rq", cascade=(0.25,)), {"method": "box"}, "eps-cascade reads rq codes"),
+    (EpsConfig.from_dict(RQ.to_dict()), {"method": "box"}, "eps-mean-tokens 64 is for rq codes"),
+    (EpsConfig.over(RQ.cache_config, RQ.selection_config), {"method": "box"}, "eps-mean-tokens 64 is for rq codes"),
 ], ids=str)  # fmt: skip
 def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, changed: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -93,20 +93,24 @@ def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, change
 
 
 @pytest.mark.parametrize(("flat", "why"), [
-    ({"block_size": 80}, "does not fit whole into the 80 tokens of a page or tail: use pages or a tail of 64 tokens"),
-    ({"tail_tokens": 16}, "does not fit whole into the 16 tokens of a page or tail: use pages or a tail of 64 tokens"),
-    ({"group_tokens": 64}, "is no multiple of the group of 64 tokens beyond itself: use smaller groups"),
+    ({"block_size": 80},
+     "does not fit whole into the 80 tokens of a page or correction: "
+     "use pages or a skipped-mass correction of 64 tokens"),
+    ({"correction_tokens": 16},
+     "does not fit whole into the 16 tokens of a page or correction: "
+     "use pages or a skipped-mass correction of 64 tokens"),
+    ({"group_size": 64}, "is no multiple of the group of 64 tokens beyond itself: use smaller groups"),
 ], ids=str)  # fmt: skip
 def test_a_default_that_does_not_fit_is_refused(flat: dict, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"eps-unit-tokens 64 {why}"):
+    with pytest.raises(ConfigError, match=f"eps-mean-tokens 64 {why}"):
         EpsConfig.of(**{"method": "rq", **flat})
 
 
 def test_blocks_of_vllm_that_hold_no_unit_are_refused() -> None:
     for block_tokens in (32, 64, 128):
         config = fitted(Asked({"method": "rq"}, "rows"), block_tokens).config
-        assert block_tokens % config.store.unit_tokens == 0
-        assert config.store.mean_tokens == min(block_tokens, 64)
+        assert block_tokens % config.cache_config.unit_tokens == 0
+        assert config.cache_config.mean_tokens == min(block_tokens, 64)
     with pytest.raises(ConfigError, match="blocks of 16 tokens are no multiple of EPS's units of 64"):
         fitted(Asked({"method": "rq"}, "rows"), 16)
 
@@ -114,20 +118,20 @@ def test_blocks_of_vllm_that_hold_no_unit_are_refused() -> None:
 @given(FLATS)
 def test_what_was_given_makes_no_config_another_one(flat: dict) -> None:
     config = made(flat)
-    if isinstance(config, str) or not config.store.enabled:
+    if isinstance(config, str) or not config.cache_config.enabled:
         return  # off takes what no method would, and keeps none of it
     back = EpsConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-    over = EpsConfig.over(config.store, config.read)
+    over = EpsConfig.over(config.cache_config, config.selection_config)
     for other in (back, over, pickle.loads(pickle.dumps(config)), copy.copy(config)):
         assert other == config and hash(other) == hash(config) and repr(other) == repr(config)
         assert other.to_dict() == config.to_dict() and other.replace() == config
 
 
 def test_a_list_that_was_given_is_not_followed_any_further() -> None:
-    stages = [0.5, 0.2]
-    config = EpsConfig.of(method="rq", stages=stages)
-    stages.clear()
-    assert config.replace(budget=0.1).read.stages == (0.5, 0.2)
+    cascade = [0.5, 0.2]
+    config = EpsConfig.of(method="rq", cascade=cascade)
+    cascade.clear()
+    assert config.replace(budget=0.1).selection_config.cascade == (0.5, 0.2)
 
 
 @given(FLATS)
@@ -141,18 +145,21 @@ def test_a_config_is_a_dataclass_of_its_settings(flat: dict) -> None:
 
 
 def test_a_config_of_a_store_and_a_read_keeps_them() -> None:
-    config = EpsConfig.over(Store("rq", mean_tokens=32))
-    assert config.replace(budget=0.2).store == config.store
+    config = EpsConfig.over(CacheConfig("rq", mean_tokens=32))
+    assert config.replace(budget=0.2).cache_config == config.cache_config
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"keep": Keep("rkv", 0.5), "cache_dir": Path("kept")}, "--kv-evict and --cache-dir exclude each other"),
-        ({"keep": Keep("rkv", 0.5), "audit_every": 2}, "--kv-evict and --audit-every exclude each other"),
+        (
+            {"keep": EvictionConfig("rkv", 0.5), "cache_dir": Path("kept")},
+            "--kv-evict and --cache-dir exclude each other",
+        ),
+        ({"keep": EvictionConfig("rkv", 0.5), "audit_every": 2}, "--kv-evict and --audit-every exclude each other"),
         ({"audit_every": -1}, "audit-every -1"),
-        ({"verify": Verify("tokens"), "kl": True}, "--eps-verify moves none"),
-        ({"verify": Verify("tokens"), "audit_every": 2}, "audits every draft"),
+        ({"verify": SpeculativeConfig("tokens"), "kl": True}, "--eps-verify moves none"),
+        ({"verify": SpeculativeConfig("tokens"), "audit_every": 2}, "audits every draft"),
         ({"kl": True, "baseline": False}, "no --no-baseline"),
         ({"config": EpsConfig(), "baseline": False}, "leaves nothing to run"),
         ({"config": EpsConfig(), "audit_every": 2}, "choose a --method"),
@@ -172,11 +179,11 @@ def test_an_engine_refuses_audits_of_verified_decoding() -> None:
 def test_what_was_asked_is_told_without_what_followed() -> None:
     """A server fits the tokens of a mean that merely followed to its blocks, and refuses blocks that hold none that was
     given."""
-    settings = Settings.of({"method": "rq", "stages": [0.5], "audit_every": 4})
-    named = {"method": "rq", "stages": [0.5], "audit_every": 4, "kernels": "auto"}
+    settings = Settings.of({"method": "rq", "cascade": [0.5], "audit_every": 4})
+    named = {"method": "rq", "cascade": [0.5], "audit_every": 4, "kernels": "auto"}
     assert settings.flat(asked=True) == named
     assert Settings.of(settings.flat(asked=True)) == Settings.of(settings.flat()) == settings
     assert settings.flat()["mean_tokens"] == 64
-    assert fitted(Asked(settings.flat(asked=True), "rows"), 32).config.store.mean_tokens == 32
+    assert fitted(Asked(settings.flat(asked=True), "rows"), 32).config.cache_config.mean_tokens == 32
     with pytest.raises(ConfigError, match="no multiple of EPS's units of 64"):
         fitted(Asked(settings.flat(), "rows"), 32)

@@ -17,16 +17,16 @@ from eps_core.decode import stored as stored_module
 from eps_core.decode.session import Session
 from eps_core.decode.stored import METADATA_KEY, StoredPrompts, weights_digest
 from eps_core.errors import ConfigError
-from eps_core.files import outputs, tensors
+from eps_core.io import outputs, tensors
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 7
 LONGER = TEXT + "And then the light went out. " * 2
-RQ = {"method": "rq", "budget": 0.3, "tail_tokens": 64}  # units of 64 tokens
+RQ = {"method": "rq", "budget": 0.3, "correction_tokens": 64}  # units of 64 tokens
 SETTINGS: dict[str, dict[str, Any]] = {
     "off": {"method": "off"},
     "rq": RQ,
     "bounds": {**RQ, "bound_bits": 8},
-    "box": {"method": "box", "group_tokens": 8, "budget": 0.3},
+    "box": {"method": "box", "group_size": 8, "budget": 0.3},
     "codes": {**RQ, "kv_bits": (8, 4)},
     "bf16": {**RQ, "kv_dtype": "bfloat16"},
     "verified": {**RQ, "speculative": True},
@@ -69,7 +69,7 @@ def test_a_second_run_loads_and_says_the_same(target: tuple, model: Path, name: 
     folder, settings = tmp_path / "kept", SETTINGS[name]
     plain = opened(target, model, None, **settings).generate(TEXT, max_new_tokens=8)
     llm = opened(target, model, folder, **settings)
-    unit = llm.config.store.unit_tokens
+    unit = llm.config.cache_config.unit_tokens
     first = llm.generate(TEXT, max_new_tokens=8)
     whole = (first.num_prompt_tokens - 2) // unit * unit  # as a pool shares: never the last token of what is prefilled
     assert spy.counts.tokens_loaded == 0 and spy.counts.tokens_stored == whole > 256
@@ -126,12 +126,12 @@ def test_codes_about_a_centre_are_of_one_prompt(target: tuple, model: Path, tmp_
 def test_units_come_back_as_they_were(target: tuple, model: Path, name: str, tmp_path: Path) -> None:
     """Into other units of another cache; the summaries are valid there, and their neighbours untouched."""
     session = opened(target, model, None, **SETTINGS[name]).session
-    store, backend, prefix = session.config.store, session.backend, session.prefix(session.encode(TEXT))
-    unit = store.unit_tokens
+    cache_config, backend, prefix = session.config.cache_config, session.backend, session.prefix(session.encode(TEXT))
+    unit = cache_config.unit_tokens
     num_units = 256 // unit
-    cache, pool = session.cache(store, 1024)
+    cache, pool = session.cache(cache_config, 1024)
     sequence, cache = prefix.into(backend, cache, pool)
-    other, _ = session.cache(store, 1024)
+    other, _ = session.cache(cache_config, 1024)
     places = [2 * i + 1 for i in range(num_units)]
     held = backend.export_units(cache, sequence.table[:num_units])
     before = backend.export_units(other, [0])
@@ -150,9 +150,9 @@ def test_units_come_back_as_they_were(target: tuple, model: Path, name: str, tmp
         )
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(backend.to_numpy(a), backend.to_numpy(b))
-        for one in (other, other.bound, other.tail):
-            if one is not None and one.store.enabled:
-                per_unit = one.store.seals_per_unit
+        for one in (other, other.bound, other.correction):
+            if one is not None and one.cache_config.enabled:
+                per_unit = one.cache_config.spans_per_unit
                 state = one.state[layer].valid(np.arange(8 * per_unit)).reshape(8, per_unit)
                 assert [bool(row.all()) for row in state] == [i in places for i in range(8)]
                 assert not state[0].any()

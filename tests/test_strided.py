@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec, Store
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend
-from eps_core.paging.where import Where
-from eps_cuda.adopt import adopt, forget, trust
+from eps_cuda.adopt import adopt, forget, mark_written
 from eps_cuda.cache import Cache
 
 eps = load_backend("cuda")
@@ -46,12 +46,12 @@ def pages(units: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 LAYOUTS = (interleaved_hnd, interleaved_nhd, pages)
 CONFIGS = {
-    "rq@2": {"method": "rq", "group_tokens": 2, "mean_tokens": 32, "tail_tokens": 128},
-    "rq@4": {"method": "rq", "group_tokens": 4},
-    "box": {"method": "box", "group_tokens": 16},
-    "moments, tail of 64": {"method": "moments", "group_tokens": 16, "tail_tokens": 64},
-    "rq@2, summed": {"method": "rq", "group_tokens": 2, "mean_tokens": 32, "combine": "sum"},
-    "rq@2, certified": {"method": "rq", "bound_bits": 8},
+    "rq@2": {"method": "rq", "group_size": 2, "mean_tokens": 32, "correction_tokens": 128},
+    "rq@4": {"method": "rq", "group_size": 4},
+    "box": {"method": "box", "group_size": 16},
+    "moments, correction of 64": {"method": "moments", "group_size": 16, "correction_tokens": 64},
+    "rq@2, summed": {"method": "rq", "group_size": 2, "mean_tokens": 32, "combine": "sum"},
+    "rq@2, bounded": {"method": "rq", "bound_bits": 8},
 }
 CASES = [
     pytest.param(layout, settings, kernels, dtype, id=f"{layout.__name__}-{name}-{kernels}-{dtype}")
@@ -69,15 +69,17 @@ CASES = [
 def caches(config: EpsConfig, layout: Layout, kernels: str, dtype: str) -> tuple[Cache, Cache]:
     """The same cache over contiguous pools and over strided ones."""
     spec = CacheSpec(LAYERS, KV_HEADS, HEAD_DIM, UNITS, dtype)
-    pools = [layout(UNITS, config.store.unit_tokens, getattr(torch, dtype)) for _ in range(LAYERS)]
+    pools = [layout(UNITS, config.cache_config.unit_tokens, getattr(torch, dtype)) for _ in range(LAYERS)]
     for k, v in pools:
         assert not k.is_contiguous() and not v.is_contiguous()
-    return eps.new_cache(spec, config.store, "cpu", kernels), eps.new_cache(spec, config.store, "cpu", kernels, pools)
+    return eps.new_cache(spec, config.cache_config, "cpu", kernels), eps.new_cache(
+        spec, config.cache_config, "cpu", kernels, pools
+    )
 
 
 def fill(config: EpsConfig, both: tuple[Cache, Cache]) -> tuple[np.ndarray, torch.Generator]:
     """Writes three sequences, in chunks and then token by token; returns their table."""
-    unit = config.store.unit_tokens
+    unit = config.cache_config.unit_tokens
     rng = torch.Generator().manual_seed(3)
     order = np.random.default_rng(5).permutation(UNITS)
     table, taken = np.full((len(LENGTHS), -(-max(LENGTHS) // unit)), -1, np.int32), 0
@@ -91,26 +93,26 @@ def fill(config: EpsConfig, both: tuple[Cache, Cache]) -> tuple[np.ndarray, torc
             # all but the last three tokens at once
             at = np.arange(length - 3) if step == 0 else np.array([length - 4 + step])
             slots.append(table[b, at // unit].astype(np.int64) * unit + at % unit)
-        where = np.concatenate(slots)
+        plan = np.concatenate(slots)
         for layer in range(LAYERS):
-            k, v = (torch.randn((len(where), KV_HEADS, HEAD_DIM), generator=rng) for _ in range(2))
+            k, v = (torch.randn((len(plan), KV_HEADS, HEAD_DIM), generator=rng) for _ in range(2))
             for cache in both:
-                eps.write_kv(cache, layer, k.to(cache.k[0].dtype), v.to(cache.k[0].dtype), where)
+                eps.write_kv(cache, layer, k.to(cache.k[0].dtype), v.to(cache.k[0].dtype), plan)
     return table, rng
 
 
 @pytest.mark.parametrize(("layout", "settings", "kernels", "dtype"), CASES)
 def test_strided_pools_equal_contiguous_ones(layout: Layout, settings: dict, kernels: str, dtype: str) -> None:
-    config = EpsConfig.of(budget=0.2, first_tokens=4, last_tokens=8, **settings)
+    config = EpsConfig.of(budget=0.2, num_sink_tokens=4, num_recent_tokens=8, **settings)
     both = caches(config, layout, kernels, dtype)
     table, rng = fill(config, both)
-    where = Where.of(config, table, np.array(LENGTHS))
+    plan = StepPlan.of(config, table, np.array(LENGTHS))
     ours, theirs = both
     for layer in range(LAYERS):
         for b, length in enumerate(LENGTHS):
             for mine, other in zip(*(eps.read_kv(one, layer, table[b], length) for one in both), strict=True):
                 assert torch.isfinite(other).all() and torch.equal(mine, other)
-        for nested in ("", "tail", "bound"):
+        for nested in ("", "correction", "bound"):
             one, other = (getattr(cache, nested) if nested else cache for cache in both)
             if one is not None and other is not None:
                 for name in one.summaries[layer]:
@@ -121,12 +123,12 @@ def test_strided_pools_equal_contiguous_ones(layout: Layout, settings: dict, ker
             for cache in both:
                 chosen = None
                 if not dense:
-                    scores = eps.score(cache, layer, q, where)
-                    chosen = eps.select(scores, where, layer)
+                    scores = eps.score(cache, layer, q, plan)
+                    chosen = eps.select(scores, plan, layer)
                     lists.append(chosen)
-                state = eps.attend(cache, layer, q, where, chosen)
-                if chosen is not None and cache.tail is not None:
-                    state = eps.add_tail(cache, layer, where, scores, chosen, state)
+                state = eps.attend(cache, layer, q, plan, chosen)
+                if chosen is not None and cache.correction is not None:
+                    state = eps.add_correction(cache, layer, plan, scores, chosen, state)
                 states.append(state)
             for mine, other in zip(*states, strict=True):
                 assert torch.isfinite(other).all() and torch.equal(mine, other)
@@ -157,7 +159,7 @@ def test_units_are_copied_and_nothing_else_is_touched(layout: Layout) -> None:
 def test_pools_that_do_not_fit_are_refused() -> None:
     config = EpsConfig.of(method="rq")
     spec = CacheSpec(1, KV_HEADS, HEAD_DIM, UNITS)
-    unit = config.store.unit_tokens
+    unit = config.cache_config.unit_tokens
     k, v = interleaved_hnd(UNITS, unit, torch.float32)
     good, turned = [(k, v)], k.mT.contiguous().mT
     for pools, message in (
@@ -168,49 +170,54 @@ def test_pools_that_do_not_fit_are_refused() -> None:
         ([(turned, turned)], "together"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            eps.new_cache(spec, config.store, "cpu", "arrays", pools)
-    assert isinstance(config.store, Store) and eps.new_cache(spec, config.store, "cpu", "arrays", good).k[0] is k
+            eps.new_cache(spec, config.cache_config, "cpu", "arrays", pools)
+    assert (
+        isinstance(config.cache_config, CacheConfig)
+        and eps.new_cache(spec, config.cache_config, "cpu", "arrays", good).k[0] is k
+    )
 
 
 def test_what_an_engine_wrote_is_adopted_as_if_eps_had_been_there() -> None:
-    config = EpsConfig.of(method="rq", bound_bits=8, budget=0.2).with_tail()
+    config = EpsConfig.of(method="rq", bound_bits=8, budget=0.2).with_correction()
     watched, late = caches(config, pages, "numba", "float32")
     table, rng = fill(config, (watched, late))
     forget(late)
     lengths = np.array(LENGTHS)
-    where = Where.of(config, table, lengths)
+    plan = StepPlan.of(config, table, lengths)
     q = torch.randn((len(LENGTHS), HEADS, HEAD_DIM), generator=rng)
     for layer in range(LAYERS):
-        unknown = eps.score(late, layer, q, where)
+        unknown = eps.score(late, layer, q, plan)
         assert torch.isposinf(
-            unknown.estimate[torch.from_numpy(where.inside)[:, None].expand_as(unknown.estimate)]
+            unknown.estimate[torch.from_numpy(plan.inside)[:, None].expand_as(unknown.estimate)]
         ).all()
         before = late.bytes_k_reread
         assert adopt(late, layer, table, lengths) == sum(LENGTHS)
         assert late.bytes_k_reread - before >= sum(LENGTHS) * KV_HEADS * HEAD_DIM * 4
         assert adopt(late, layer, table, lengths) == 0, "read a second time"
-        for name in ("", "tail", "bound"):
+        for name in ("", "correction", "bound"):
             one, other = (getattr(cache, name) if name else cache for cache in (watched, late))
             assert np.array_equal(one.state[layer].fill, other.state[layer].fill)
             for field in one.summaries[layer]:
                 full = (
-                    torch.from_numpy(one.state[layer].fill == one.store.S).view(UNITS, 1, -1).expand(-1, KV_HEADS, -1)
+                    torch.from_numpy(one.state[layer].fill == one.cache_config.S)
+                    .view(UNITS, 1, -1)
+                    .expand(-1, KV_HEADS, -1)
                 )
                 assert torch.equal(one.summaries[layer][field][full], other.summaries[layer][field][full]), field
-        found = [eps.score(cache, layer, q, Where.of(config, table, lengths)) for cache in (watched, late)]
+        found = [eps.score(cache, layer, q, StepPlan.of(config, table, lengths)) for cache in (watched, late)]
         for mine, other in zip(*((one.estimate, one.lower, one.upper) for one in found), strict=True):
             assert (mine is None) == (other is None) and (mine is None or torch.equal(mine, other))
 
 
 def test_a_group_begun_by_others_is_continued() -> None:
-    config = EpsConfig.of(method="ball", group_tokens=2)
-    cache = eps.new_cache(CacheSpec(1, KV_HEADS, HEAD_DIM, UNITS), config.store, "cpu", "arrays")
+    config = EpsConfig.of(method="ball", group_size=2)
+    cache = eps.new_cache(CacheSpec(1, KV_HEADS, HEAD_DIM, UNITS), config.cache_config, "cpu", "arrays")
     k = torch.randn((300, KV_HEADS, HEAD_DIM), generator=torch.Generator().manual_seed(1))
     eps.write_kv(cache, 0, k, k, np.arange(300))
     forget(cache)
     slots = np.array([301 - 2, 300])
     with pytest.raises(AssertionError, match="beyond what its group holds"):
         eps.write_kv(cache, 0, k[:1], k[:1], slots[:1])
-    trust(cache, 0, slots)
+    mark_written(cache, 0, slots)
     eps.write_kv(cache, 0, k[299:], k[299:], slots[:1])
     assert cache.state[0].fill[299 // 2] == 2 and cache.state[0].valid(np.array([149])).all()

@@ -212,7 +212,7 @@ def test_reading_everything_is_dense_and_reading_the_ends_alone_is_not(tmp_path:
     assert lines[1]["dense"]["text"].startswith(lines[1]["answers"][0]) and lines[1]["prompt_tokens"] <= 384
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.jsonl", "text.txt"]
 
-    narrow = ("--eps-top-pages", 1, "--eps-first-tokens", 0, "--eps-last-tokens", 32)
+    narrow = ("--eps-top-pages", 1, "--eps-sink-tokens", 0, "--eps-recent-tokens", 32)
     little = evaluate(*SMALL, "--text", text, "--tasks", "niah_single", *narrow, "--no-oracle")
     (single,) = little["tasks"]
     assert (single["dense"], single["eps"], single["oracle"], single["eps_minus_dense"]) == (1, 0, None, -1)

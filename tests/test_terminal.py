@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from eps_core.evaluation import quality
-from eps_core.evict.keep import Keep
-from eps_core.telemetry import terminal
+from eps_core.eviction.config import EvictionConfig
+from eps_core.metrics import terminal
 
 MODEL = "llama2-bf16-sharded"
 ROOT = Path(__file__).parent.parent
@@ -234,4 +234,4 @@ def test_there_is_one_progress_and_one_table() -> None:
     ],
 )
 def test_how_much_is_kept_is_told_in_rows(name: str, share: float, says: str) -> None:
-    assert terminal.describe_keep(Keep(name, share), 3001).startswith(says)
+    assert terminal.describe_keep(EvictionConfig(name, share), 3001).startswith(says)

@@ -211,7 +211,7 @@ def test_without_an_id_the_tokenizer_says_what_ends_a_text(name: str, folder: Wr
 
 
 def test_the_server_of_transformers_ends_there_too(folder: Write) -> None:
-    from eps_cuda.hooks.transformers.server import set_ends
+    from eps_cuda.integrations.transformers.server import set_ends
 
     path = folder(None, {"eos_token_id": "absent"}, tokenizer_config={"eos_token": "</s>"})
     (path / "generation_config.json").unlink(missing_ok=True)

@@ -15,9 +15,9 @@ import torch
 from triton_aot import TARGETS, Job, compile_ahead
 from triton_interpreter import DEVICE
 
-from eps_core.oracle import pages as oracle_pages
+from eps_core.reference import pages as oracle_pages
 from eps_cuda.kernels import attend as attend_module
-from eps_cuda.kernels import tail as tail_module
+from eps_cuda.kernels import correction as tail_module
 from eps_cuda.pages import CodePool, Pool
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -40,10 +40,10 @@ class Case:
     lengths: tuple[int, ...] = (61, 1, 30)
     share: float = 0.4  # of the groups, listed
     empty: bool = False  # the last list of all
-    gated: bool = True
+    sparse: bool = True
     q_dtype: str | None = None
     splits: int | None = 3
-    tail: int = 8  # tokens of a tail group
+    correction: int = 8  # tokens of a skipped-mass correction group
     loud: float = 1.5  # of q's entries
     bits: tuple[int, int] = (16, 16)  # of K and of V
 
@@ -51,7 +51,7 @@ class Case:
         values = (f"{name}{getattr(self, name)}" for name in ("head_dim", "repeat", "size") if getattr(self, name))
         codes = "" if self.bits == (16, 16) else f"-K{self.bits[0]}V{self.bits[1]}"
         return (
-            "-".join([self.dtype, self.q_dtype or "", *values, "gated" if self.gated else "dense"]).replace("--", "-")
+            "-".join([self.dtype, self.q_dtype or "", *values, "gated" if self.sparse else "dense"]).replace("--", "-")
             + codes
         )
 
@@ -85,9 +85,9 @@ def scene(case: Case, seed: int = 0) -> Scene:
     inside = np.arange(num_groups) < -(-np.array(case.lengths)[:, None, None] // case.size)
     listed = (rng.random((batch, case.kv_heads, num_groups)) < case.share) & inside
     for b, length in enumerate(case.lengths):
-        listed[b, :, max(length - 1, 0) // case.size] = length > 0  # the open group, where there is one
+        listed[b, :, max(length - 1, 0) // case.size] = length > 0  # the partial group, where there is one
     listed[-1, -1] &= not case.empty
-    listed |= inside & (not case.gated)
+    listed |= inside & (not case.sparse)
     width = max(int(listed.sum(axis=-1).max()), 1) + 1
     groups = np.full((batch, case.kv_heads, width), -1, np.int32)
     read = np.zeros((pool, case.kv_heads, case.unit), bool)
@@ -111,8 +111,8 @@ def scene(case: Case, seed: int = 0) -> Scene:
         held(native(rng.normal(size=shape) + 0.5, dtype), case.bits[1]),
         native(table, torch.int32),
         native(np.array(case.lengths), torch.int32),
-        native(groups, torch.int32) if case.gated else None,
-        native(listed.sum(axis=-1), torch.int32) if case.gated else None,
+        native(groups, torch.int32) if case.sparse else None,
+        native(listed.sum(axis=-1), torch.int32) if case.sparse else None,
         listed,
         read,
         rng,
@@ -181,7 +181,7 @@ def uninitialised_memory_is_nan():
 
 def attended(module: ModuleType, one: Scene) -> tuple[torch.Tensor, torch.Tensor]:
     return module.attend_groups(
-        one.q, one.k, one.v, one.table, one.lengths, one.groups, one.counts, group_tokens=one.case.size,
+        one.q, one.k, one.v, one.table, one.lengths, one.groups, one.counts, group_size=one.case.size,
         num_splits=one.case.splits,
     )  # fmt: skip
 
@@ -229,8 +229,8 @@ CASES = [
     Case("bf16", 128, 4, 2, 64, 4, lengths=(255,), splits=1, share=0.9),
     Case("fp32", 16, 2, 2, 16, 8, kv_heads=1, lengths=(127,), splits=40, share=0.9),
     Case("fp16", 16, 1, 2, 16, 4, lengths=(0, 5), splits=None),
-    Case("fp32", 64, 4, 2, 64, 3, lengths=(150, 1), gated=False, splits=None),
-    Case("bf16", 80, 3, 16, 64, 3, lengths=(129, 64, 0), gated=False, splits=2),
+    Case("fp32", 64, 4, 2, 64, 3, lengths=(150, 1), sparse=False, splits=None),
+    Case("bf16", 80, 3, 16, 64, 3, lengths=(129, 64, 0), sparse=False, splits=2),
     Case("bf16", 64, 4, 2, 64, 3, lengths=(150, 70), q_dtype="fp32"),
     Case("fp16", 64, 4, 2, 64, 3, lengths=(150, 70), q_dtype="fp32"),
     Case("fp32", 64, 4, 2, 64, 3, lengths=(150, 70), q_dtype="bf16"),
@@ -248,8 +248,8 @@ CODES = [
     Case("fp32", 33, 3, 2, 16, 4, lengths=(61, 30), bits=(16, 8)),
     Case("bf16", 20, 17, 5, 20, 4, lengths=(77,), bits=(16, 4)),
     Case("bf16", 64, 4, 2, 64, 3, lengths=(150, 70), q_dtype="fp32", bits=(8, 4)),
-    Case("fp32", 64, 4, 2, 64, 3, lengths=(150, 1), gated=False, splits=None, bits=(8, 8)),
-    Case("bf16", 128, 4, 16, 64, 3, lengths=(129, 64, 0), gated=False, splits=2, bits=(4, 8)),
+    Case("fp32", 64, 4, 2, 64, 3, lengths=(150, 1), sparse=False, splits=None, bits=(8, 8)),
+    Case("bf16", 128, 4, 16, 64, 3, lengths=(129, 64, 0), sparse=False, splits=2, bits=(4, 8)),
 ]
 
 
@@ -309,16 +309,16 @@ def test_plans_fill_large_gpus_from_static_sizes_alone():
     assert attend_module.plan(8, 32768, 128, torch.bfloat16, 132, 5).num_splits == 5
 
 
-# ---------------------------------------------------------------------------------------------------------------- tail
+# ----------------------------------------------------------------------------------------------------------- correction
 
 
 @dataclass
 class TailScene:
-    """What a tail needs besides `read`'s own scene: estimate, visit [B, Hkv, G]; mean, mean_scale; tail_valid."""
+    """What a correction needs besides the scene `read`; estimate and selected_mask are [B, Hkv, G]."""
 
     read: Scene
     estimate: torch.Tensor
-    visit: torch.Tensor
+    selected_mask: torch.Tensor
     mean: torch.Tensor
     mean_scale: torch.Tensor
     valid: torch.Tensor
@@ -330,15 +330,15 @@ def tail_scene(case: Case, offset: float = 0.0) -> TailScene:
     one = scene(case)
     rng, lengths = one.noise, np.array(case.lengths)
     kv_heads, num_groups = one.listed.shape[1:]
-    per_unit, pool = case.unit // case.tail, len(one.k)
+    per_unit, pool = case.unit // case.correction, len(one.k)
     estimate = rng.normal(size=one.listed.shape) * 3 + np.where(one.listed, 3 + offset, 0)
     estimate[rng.random(estimate.shape) < 0.05] = np.inf
     estimate[rng.random(estimate.shape) < 0.02] = np.nan
     estimate = np.where(np.arange(num_groups) < -(-lengths[:, None, None] // case.size), estimate, -np.inf)
     valid = rng.random((pool, per_unit)) < 0.8
-    tails = np.arange(case.units * per_unit)
-    unit = np.maximum(one.table.cpu().numpy(), 0)[:, tails // per_unit]
-    usable = valid[unit, tails % per_unit] & ((tails + 1) * case.tail <= lengths[:, None])
+    corrections = np.arange(case.units * per_unit)
+    unit = np.maximum(one.table.cpu().numpy(), 0)[:, corrections // per_unit]
+    usable = valid[unit, corrections % per_unit] & ((corrections + 1) * case.correction <= lengths[:, None])
 
     def native(array: np.ndarray, kind: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE, kind)
@@ -355,55 +355,57 @@ def tail_scene(case: Case, offset: float = 0.0) -> TailScene:
 
 
 def tail_reference(one: TailScene, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(out, sum of weighted |means|, lse) in float64 of the tail, where lse [B, Hq] is what was read."""
+    """(out, sum of weighted |means|, lse) in float64 of the correction, where lse [B, Hq] is what was read."""
     case, table = one.read.case, one.read.table.cpu().numpy()
     mean = wide(one.mean) * wide(one.mean_scale)[..., None]
-    estimate, visit = wide(one.estimate), one.read.listed
-    per_unit, per_tail = case.unit // case.tail, case.tail // case.size
+    estimate, selected_mask = wide(one.estimate), one.read.listed
+    per_unit, per_correction = case.unit // case.correction, case.correction // case.size
     out, size = np.zeros((*lse.shape, case.head_dim)), np.zeros((*lse.shape, case.head_dim))
-    tail = np.full(lse.shape, -np.inf)
+    correction = np.full(lse.shape, -np.inf)
     for b, head in np.ndindex(*lse.shape):
         h = head // case.repeat
         known = np.isfinite(estimate[b, h])
-        seen = np.logaddexp.reduce(estimate[b, h][known & visit[b, h]], initial=-np.inf)
-        counted = np.flatnonzero(known & ~visit[b, h] & np.repeat(one.usable[b], per_tail))
+        seen = np.logaddexp.reduce(estimate[b, h][known & selected_mask[b, h]], initial=-np.inf)
+        counted = np.flatnonzero(known & ~selected_mask[b, h] & np.repeat(one.usable[b], per_correction))
         if not len(counted):
             continue
         mass = np.logaddexp.reduce(estimate[b, h][counted])
         weights = np.exp(estimate[b, h][counted] - mass)
-        index = counted // per_tail
+        index = counted // per_correction
         means = mean[table[b, index // per_unit], h, index % per_unit]
         out[b, head], size[b, head] = weights @ means, weights @ np.abs(means)
-        tail[b, head] = mass - (max(seen - lse[b, head], 0) if seen > -np.inf else 0)
-    return out, size, tail
+        correction[b, head] = mass - (max(seen - lse[b, head], 0) if seen > -np.inf else 0)
+    return out, size, correction
 
 
 def tailed(module: ModuleType, one: TailScene, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return module.attend_tail(
-        one.estimate, one.visit, lse, one.mean, one.mean_scale, one.valid, one.read.table, one.read.lengths,
-        group_tokens=one.read.case.size, tail_tokens=one.read.case.tail, num_splits=one.read.case.splits,
+    return module.attend_correction(
+        one.estimate, one.selected_mask, lse, one.mean, one.mean_scale, one.valid, one.read.table, one.read.lengths,
+        group_size=one.read.case.size, correction_tokens=one.read.case.correction, num_splits=one.read.case.splits,
     )  # fmt: skip
 
 
 def fused(module: ModuleType, one: TailScene) -> tuple[torch.Tensor, torch.Tensor]:
     read = one.read
-    return module.attend_with_tail(
+    return module.attend_with_correction(
         read.q, read.k, read.v, read.table, read.lengths, read.groups, read.counts, one.estimate,
-        one.visit.to(torch.uint8), one.mean, one.mean_scale, one.valid, group_tokens=read.case.size,
-        tail_tokens=read.case.tail, num_splits=read.case.splits,
+        one.selected_mask.to(torch.uint8), one.mean, one.mean_scale, one.valid, group_size=read.case.size,
+        correction_tokens=read.case.correction, num_splits=read.case.splits,
     )  # fmt: skip
 
 
 def check_tail(module: ModuleType, case: Case, offset: float = 0.0) -> None:
-    """Both ways to a tail, as the definition says, and bit for bit independent of means that do not count."""
+    """Both ways to a correction, as the definition says, and bit for bit independent of means that do not count."""
     one = tail_scene(case, offset)
     read, read_size, mass, reach = reference(one.read)
     lse = torch.from_numpy(mass).to(DEVICE, torch.float32)
-    out, tail = tailed(module, one, lse)
+    out, correction = tailed(module, one, lse)
     want, size, want_tail = tail_reference(one, mass)
-    assert out.dtype == tail.dtype == torch.float32
+    assert out.dtype == correction.dtype == torch.float32
     check_close(wide(out), want, size * 4 * FLOAT32_ERROR)
-    check_close(wide(tail), want_tail, 4 * FLOAT32_ERROR * (1 + np.abs(np.where(np.isneginf(want_tail), 0, want_tail))))
+    check_close(
+        wide(correction), want_tail, 4 * FLOAT32_ERROR * (1 + np.abs(np.where(np.isneginf(want_tail), 0, want_tail)))
+    )
 
     with np.errstate(invalid="ignore"):
         both = np.logaddexp(mass, want_tail)
@@ -412,24 +414,24 @@ def check_tail(module: ModuleType, case: Case, offset: float = 0.0) -> None:
     merged = fused(module, one)
     check_states(one.read, *merged, (share * read + rest * want, share * read_size + rest * size, mass, reach))
 
-    table, tails = one.read.table.cpu().numpy(), np.arange(one.usable.shape[1])
-    per_unit = case.unit // case.tail
+    table, corrections = one.read.table.cpu().numpy(), np.arange(one.usable.shape[1])
+    per_unit = case.unit // case.correction
     uncounted = np.ones((len(one.mean), 1, per_unit), bool)
     for b, index in np.argwhere(one.usable):
-        uncounted[table[b, tails[index] // per_unit], 0, tails[index] % per_unit] = False
+        uncounted[table[b, corrections[index] // per_unit], 0, corrections[index] % per_unit] = False
     scale = one.mean_scale.masked_fill(torch.from_numpy(uncounted).to(DEVICE), float("nan"))
     other = replace(one, mean_scale=scale, read=poisoned(one.read))
-    for got, same in zip((*tailed(module, other, lse), *fused(module, other)), (out, tail, *merged), strict=True):
+    for got, same in zip((*tailed(module, other, lse), *fused(module, other)), (out, correction, *merged), strict=True):
         assert torch.equal(got, same), "what does not count changed the result"
 
 
 TAIL_CASES = [
     Case(lengths=(61, 1, 30)),
-    Case("bf16", 64, 4, 2, 64, 3, lengths=(190, 64, 65), tail=64, empty=True),
-    Case("fp16", 80, 3, 3, 48, 3, lengths=(143, 48), tail=24),
-    Case("fp32", 33, 8, 5, 60, 2, lengths=(119,), tail=60),
-    Case("bf16", 128, 16, 16, 64, 2, kv_heads=1, lengths=(128,), tail=16),
-    Case("fp32", 16, 2, 2, 16, 40, kv_heads=1, lengths=(640,), tail=4, share=0.1, splits=2),
+    Case("bf16", 64, 4, 2, 64, 3, lengths=(190, 64, 65), correction=64, empty=True),
+    Case("fp16", 80, 3, 3, 48, 3, lengths=(143, 48), correction=24),
+    Case("fp32", 33, 8, 5, 60, 2, lengths=(119,), correction=60),
+    Case("bf16", 128, 16, 16, 64, 2, kv_heads=1, lengths=(128,), correction=16),
+    Case("fp32", 16, 2, 2, 16, 40, kv_heads=1, lengths=(640,), correction=4, share=0.1, splits=2),
 ]
 
 
@@ -451,8 +453,8 @@ def test_largest_estimates_do_not_overflow():
     high = torch.where(torch.isfinite(one.estimate), 1e38, one.estimate)
     _, lse = attended(attend_module, one.read)
     one = replace(one, estimate=high)
-    for out, tail in (tailed(tail_module, one, lse), fused(tail_module, one)):
-        assert torch.isfinite(out).all() and not torch.isnan(tail).any()
+    for out, correction in (tailed(tail_module, one, lse), fused(tail_module, one)):
+        assert torch.isfinite(out).all() and not torch.isnan(correction).any()
 
 
 # ------------------------------------------------------------------------------------------------------ tests of tests
@@ -479,8 +481,8 @@ ATTEND_MUTANTS = {
     "lets dead tokens count": ("tl.where(live[None, :], logits * scale", "tl.where(row[None, :] > -9, logits * scale",
                                BASE),
     "forgets the base of its logarithm": ("* 0.6931471805599453", "* 1.0", BASE),
-    "prefetches the wrong block": ("group = load_groups(groups, token + BLOCK_N, last, S, GATED)\n    for",
-                                   "group = load_groups(groups, token, last, S, GATED)\n    for", LONG),
+    "prefetches the wrong block": ("group = load_groups(groups, token + BLOCK_N, last, S, SPARSE)\n    for",
+                                   "group = load_groups(groups, token, last, S, SPARSE)\n    for", LONG),
     "reads blocks twice": ("num_blocks * (split + 1) // num_splits", "num_blocks * (split + 2) // num_splits", TWICE),
     "drops a split": ("inside = split < num_splits", "inside = split < num_splits - 1", TWICE),
     "merges unscaled": ("acc = acc * shrink + tl.sum(tl.where(", "acc = acc + tl.sum(tl.where(", MANY),
@@ -501,17 +503,17 @@ ATTEND_MUTANTS = {
 
 FEW, LARGE = replace(TAIL_CASES[0], lengths=(61, 30), splits=2), TAIL_CASES[-1]
 TAIL_MUTANTS = {
-    "counts the open tail group": ("(tail + 1) * TAIL <= length", "tail * TAIL < length", FEW, 3.0),
-    "counts invalid tail groups": ("mask=usable, other=0) != 0", "mask=usable, other=0) >= 0", FEW, 3.0),
+    "counts the open correction group": ("(correction + 1) * TAIL <= length", "correction * TAIL < length", FEW, 3.0),
+    "counts invalid correction groups": ("mask=usable, other=0) != 0", "mask=usable, other=0) >= 0", FEW, 3.0),
     "counts what was read": ("known & (visited == 0) & usable[:, None]", "known & usable[:, None]", FEW, 3.0),
-    "has seen everything": ("seen = tl.where(known & visited", "seen = tl.where(known", FEW, 3.0),
+    "has seen everything": ("seen = tl.where(known & selected", "seen = tl.where(known", FEW, 3.0),
     "never lowers": ("tl.where(seen > read_mass, seen - read_mass, 0.0)", "tl.where(seen > read_mass, 0.0, 0.0)", FEW,
                      3.0),
     "raises too": ("tl.where(seen > read_mass, seen - read_mass, 0.0)", "(seen - read_mass)", FEW, -9.0),
     "takes infinities for estimates": ("tl.abs(value) < float(\"inf\")", "value == value", FEW, 3.0),
     "forgets the scale": ("(weight * scale)[:, None] * code", "weight[:, None] * code", FEW, 3.0),
     "takes the first head's means": ("(unit * HKV + h) * TAILS_PER_UNIT", "(unit * HKV) * TAILS_PER_UNIT", FEW, 3.0),
-    "takes another head's tail": ("pair = head // R", "pair = head // R // 2", FEW, 3.0),
+    "takes another head's correction": ("pair = head // R", "pair = head // R // 2", FEW, 3.0),
     "keeps old sums unscaled": ("acc = acc * shrink + tl.sum", "acc = acc + tl.sum", LARGE, 3.0),
     "drops a split of what was seen": ("mask=split < num_splits, other", "mask=split < num_splits - 1, other", LARGE,
                                        3.0),
@@ -520,7 +522,7 @@ TAIL_MUTANTS = {
 
 
 def mutant(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
-    """The module with a piece of its source replaced, built anew."""
+    """The module with a piece of its source replaced, built again."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     assert source.count(old) >= 1, f"{old!r} is no longer in {module.__name__}"
@@ -581,17 +583,17 @@ def pool_constants(dtype: str, bits: tuple[int, int], unit: int, head_dim: int) 
 
 
 def split_job(
-    vendor: str, dtype: str, head_dim: int, repeat: int, size: int, gated: bool, q_dtype: str,
+    vendor: str, dtype: str, head_dim: int, repeat: int, size: int, sparse: bool, q_dtype: str,
     bits: tuple[int, int] = (16, 16),
 ) -> Job:  # fmt: skip
     chosen = attend_module.plan(8, 4096, head_dim, DTYPES[dtype], 132, None, codes=bits != (16, 16))
-    lists = {"groups": "*i32", "counts": "*i32"} if gated else {}
+    lists = {"groups": "*i32", "counts": "*i32"} if sparse else {}
     types = {
         "q": f"*{q_dtype}", **pool_types(dtype, bits), "table": "*i32", "lengths": "*i32", **lists,
         "part_out": "*fp32", "part_lse": "*fp32", "scale": "fp32", "list_width": "i32", "table_width": "i32",
     }  # fmt: skip
     constants = {
-        "HKV": 8, "R": repeat, "D": head_dim, "U": max(64, size), "S": size, "GATED": gated,
+        "HKV": 8, "R": repeat, "D": head_dim, "U": max(64, size), "S": size, "SPARSE": sparse,
         "WIDE_Q": dtype != "fp32" and dtype != q_dtype, **attend_module.padding(repeat, head_dim),
         "BLOCK_N": chosen.block_tokens, **pool_constants(dtype, bits, max(64, size), head_dim),
     }  # fmt: skip
@@ -605,30 +607,36 @@ def merge_job(head_dim: int) -> Job:
     return Job("eps_cuda.kernels.attend", "merge_kernel", types, {"D": head_dim, **block})
 
 
-def tail_jobs(head_dim: int, per_tail: int) -> list[Job]:
-    pad, block = tail_module.tail_blocks(per_tail)
-    inputs = {"estimate": "*fp32", "visit": "*u8", "mean": "*i8", "mean_scale": "*fp16", "tail_valid": "*u8"}
+def tail_jobs(head_dim: int, per_correction: int) -> list[Job]:
+    pad, block = tail_module.correction_blocks(per_correction)
+    inputs = {
+        "estimate": "*fp32",
+        "selected_mask": "*u8",
+        "mean": "*i8",
+        "mean_scale": "*fp16",
+        "correction_valid": "*u8",
+    }
     parts = {"part_out": "*fp32", "part_lse": "*fp32", "part_seen": "*fp32"}
     split = Job(
-        "eps_cuda.kernels.tail",
-        "tail_split_kernel",
-        inputs | parts | {"table": "*i32", "lengths": "*i32", "num_tails": "i32", "table_width": "i32"},
+        "eps_cuda.kernels.correction",
+        "correction_split_kernel",
+        inputs | parts | {"table": "*i32", "lengths": "*i32", "num_corrections": "i32", "table_width": "i32"},
         {
-            "HKV": 8, "D": head_dim, "TAIL": 64, "TAILS_PER_UNIT": 1, "GROUPS_PER_TAIL": per_tail, "GROUPS_PAD": pad,
-            "D_PAD": max(16, 1 << (head_dim - 1).bit_length()), "BLOCK_T": block,
+            "HKV": 8, "D": head_dim, "TAIL": 64, "TAILS_PER_UNIT": 1, "GROUPS_PER_TAIL": per_correction,
+            "GROUPS_PAD": pad, "D_PAD": max(16, 1 << (head_dim - 1).bit_length()), "BLOCK_T": block,
         },
     )  # fmt: skip
     merged = {"part_tail": "*fp32", "part_tail_lse": "*fp32", "part_seen": "*fp32", "lse": "*fp32"}
-    splits = {"num_splits": "i32", "num_tail_splits": "i32"}
+    splits = {"num_splits": "i32", "num_correction_splits": "i32"}
     fixed = {
         "R": 4, "D": head_dim, "BLOCK_S": attend_module.MERGE_SPLITS, "BLOCK_D": attend_module.merge_channels(head_dim)
     }  # fmt: skip
     both = {"part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16"}
-    alone = {"out": "*fp32", "tail_lse": "*fp32"}
+    alone = {"out": "*fp32", "correction_lse": "*fp32"}
     return [
         split,
-        Job("eps_cuda.kernels.tail", "finish_kernel", merged | splits | both, {**fixed, "ALONE": False}),
-        Job("eps_cuda.kernels.tail", "finish_kernel", merged | splits | alone, {**fixed, "ALONE": True}),
+        Job("eps_cuda.kernels.correction", "finish_kernel", merged | splits | both, {**fixed, "ALONE": False}),
+        Job("eps_cuda.kernels.correction", "finish_kernel", merged | splits | alone, {**fixed, "ALONE": True}),
     ]
 
 

@@ -26,10 +26,10 @@ from triton_aot import TARGETS, Job, compile_ahead
 from triton_interpreter import DEVICE
 
 import eps_cuda
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda import attention
 from eps_cuda.kernels import attend as attend_module
 from eps_cuda.kernels import rows as rows_module
@@ -71,12 +71,12 @@ class Scene:
     v: Pool
     table: torch.Tensor
     rows: Rows
-    visit: torch.Tensor | None
+    selected_mask: torch.Tensor | None
 
     def run(self, module: ModuleType = rows_module) -> tuple[torch.Tensor | None, ...]:
         return module.attend_rows(
             self.q, self.k, self.v, self.table, device(self.rows.lengths), device(self.rows.starts),
-            most_rows=int(self.rows.num_rows.max()), group_tokens=self.case.size, visit=self.visit,
+            most_rows=int(self.rows.num_rows.max()), group_size=self.case.size, selected_mask=self.selected_mask,
         )  # fmt: skip
 
 
@@ -103,8 +103,8 @@ def scene(case: Case, seed: int = 0) -> Scene:
     k = rng.normal(size=shape) * (1 + 2 * (rng.random(shape[:3]) < 0.1))[..., None]
     total, groups = sum(case.rows), case.units * case.unit // case.size
     q = rng.normal(size=(total, case.kv_heads * case.repeat, case.head_dim)) * case.loud
-    visit = rng.random((total, case.kv_heads, groups)) < 0.3
-    visit[0] = False  # a row of which nothing was visited
+    selected_mask = rng.random((total, case.kv_heads, groups)) < 0.3
+    selected_mask[0] = False  # a row of which nothing was visited
 
     def native(array: np.ndarray, kind: str) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE, DTYPES[kind])
@@ -116,14 +116,14 @@ def scene(case: Case, seed: int = 0) -> Scene:
         held(native(np.where(inside, values, np.nan), case.dtype), case.bits[1]),
         torch.from_numpy(table).to(DEVICE),
         Rows.of(table, np.array(case.lengths), np.array(case.rows)),
-        torch.from_numpy(visit).to(DEVICE) if case.asked else None,
+        torch.from_numpy(selected_mask).to(DEVICE) if case.asked else None,
     )
 
 
 def check(module: ModuleType, case: Case) -> None:
     """Values as float64's, within the roundings that the kernels' documentation states."""
     one = scene(case)
-    out, lse, visited = one.run(module)
+    out, lse, selected = one.run(module)
     assert out.dtype == one.q.dtype and lse.dtype == torch.float32 and out.shape == one.q.shape
     q, k, v = wide(one.q), wide(one.k), wide(one.v)
     stored, same = ROUNDING[DTYPES[case.dtype]], one.q.dtype == one.k.dtype
@@ -152,8 +152,8 @@ def check(module: ModuleType, case: Case) -> None:
             continue
         of_group = np.full(groups, -np.inf)
         np.logaddexp.at(of_group, tokens // case.size, logits)
-        listed = of_group[one.visit[t, h].cpu().numpy()]
-        check_close(wide(visited[t, head]), np.logaddexp.reduce(listed, initial=-np.inf), allowed)
+        listed = of_group[one.selected_mask[t, h].cpu().numpy()]
+        check_close(wide(selected[t, head]), np.logaddexp.reduce(listed, initial=-np.inf), allowed)
 
 
 BASE = Case()
@@ -190,7 +190,7 @@ def alone(one: Scene, t: int, width: int) -> Scene:
     used = min(width, one.rows.table.shape[1])
     table[0, :used] = one.rows.table[b, :used]
     return replace(
-        one, q=one.q[t : t + 1], table=torch.from_numpy(table).to(DEVICE), visit=None,
+        one, q=one.q[t : t + 1], table=torch.from_numpy(table).to(DEVICE), selected_mask=None,
         case=replace(one.case, asked=False), rows=Rows.of(table, one.rows.seen[t : t + 1], np.array([1])),
     )  # fmt: skip
 
@@ -209,7 +209,7 @@ def test_the_bits_of_a_row_are_its_own(case):
     """Neither the batch, nor the other rows, nor the table's width, nor what else is asked for changes them."""
     one = scene(case)
     out, lse, *_ = one.run()
-    other = replace(one, visit=None, case=replace(case, asked=False))
+    other = replace(one, selected_mask=None, case=replace(case, asked=False))
     order = np.arange(len(case.lengths))[::-1]
     back = np.concatenate([np.flatnonzero(one.rows.sequence == b) for b in order])
     table = one.rows.table[order]
@@ -256,9 +256,9 @@ def test_rows_read_what_one_row_reads(monkeypatch, rows, passes):
 def made_cache(
     kernels: str, method: str = "meanstd", bits: tuple[int, int] = (16, 16)
 ) -> tuple[eps_cuda.Cache, torch.Tensor]:
-    config = EpsConfig.of(method=method, block_size=16, group_tokens=4)
+    config = EpsConfig.of(method=method, block_size=16, group_size=4)
     spec = CacheSpec(1, 2, 16, 4, "float32", k_bits=bits[0], v_bits=bits[1])
-    cache = eps_cuda.new_cache(spec, config.store, DEVICE, kernels)
+    cache = eps_cuda.new_cache(spec, config.cache_config, DEVICE, kernels)
     rng = np.random.default_rng(0)
     rows = torch.from_numpy(rng.normal(size=(40, 2, 16)).astype(np.float32)).to(DEVICE)
     return eps_cuda.write_kv(cache, 0, rows, rows, np.arange(40)), rows
@@ -291,24 +291,24 @@ def test_a_cache_with_kernels_goes_through_them(monkeypatch, bits):
     eps_cuda.attend_rows(cache, 0, keys[:5].repeat(1, 2, 1), rows, None)
     assert launched == ["rows_split_kernel", "merge_kernel"]
     assert {key[0] for key in rows._made} == {"device", "starts"}, "copied once a pass"
-    where = Where.dense(cache.store, np.arange(3)[None], np.array([40]))
-    eps_cuda.attend(cache, 0, keys[:1].repeat(1, 2, 1), where, None)
+    plan = StepPlan.dense(cache.cache_config, np.arange(3)[None], np.array([40]))
+    eps_cuda.attend(cache, 0, keys[:1].repeat(1, 2, 1), plan, None)
     assert launched[2:] == ["attend_split_kernel"]
 
 
 def test_placing_needs_no_kernel_and_kernels_see_no_summary():
-    """`place_kv` is array operations; the flags that kernels go by are those of the host's state."""
+    """`write_kv_tentative` is array operations; the flags that kernels go by are those of the host's state."""
     cache, keys = made_cache("triton")
     plain, _ = made_cache("arrays")
     for one in (cache, plain):
-        eps_cuda.place_kv(one, 0, keys[:9] + 1, keys[:9] - 1, np.arange(18, 27))
+        eps_cuda.write_kv_tentative(one, 0, keys[:9] + 1, keys[:9] - 1, np.arange(18, 27))
     groups = np.arange(16)
     np.testing.assert_array_equal(cache.valid[0].cpu().numpy(), cache.state[0].valid(groups))
     np.testing.assert_array_equal(np.flatnonzero(cache.valid[0].cpu().numpy()), [0, 1, 2, 3, 7, 8, 9])
     for a, b in ((cache.k, plain.k), (cache.v, plain.v)):
         assert torch.equal(a[0], b[0])
-    where = Where.of(EpsConfig.of(method="meanstd", block_size=16, group_tokens=4), np.arange(3)[None], np.array([40]))
-    scores = eps_cuda.score(cache, 0, keys[:1].repeat(1, 2, 1), where)
+    plan = StepPlan.of(EpsConfig.of(method="meanstd", block_size=16, group_size=4), np.arange(3)[None], np.array([40]))
+    scores = eps_cuda.score(cache, 0, keys[:1].repeat(1, 2, 1), plan)
     assert torch.isposinf(scores.estimate[0, :, 4:7]).all() and torch.isfinite(scores.estimate[0, :, :4]).all()
 
 
@@ -337,7 +337,7 @@ MUTANTS = {
     "rounds a wider q": ("tl.dot(query_low, ", "tl.dot(query_low * 0, ", WIDE),
     "rounds weights under a wider q": ("tl.dot(weight_low, ", "tl.dot(weight_low * 0, ", WIDE),
     "visits everything": ("listed = asked != 0", "listed = asked >= 0", BASE),
-    "forgets earlier visits": ("visited_largest, visited_total, new,", "visited_largest, visited_total * 0, new,",
+    "forgets earlier visits": ("selected_largest, selected_total, new,", "selected_largest, selected_total * 0, new,",
                                BASE),
     "forgets V's scale": ("load_values(v, place, value_scale,", "load_values(v, place, value_scale * 0 + 1,", CODES),
     "takes V's scale for K's": ("load_values(k, place, key_scale,", "load_values(k, place, value_scale,", CODES),
@@ -369,7 +369,7 @@ def split_job(
     types = {
         "q": f"*{q_dtype}", **pool_types(dtype, bits), "table": "*i32", "lengths": "*i32", "starts": "*i32",
         "part_out": "*fp32", "part_lse": "*fp32", "scale": "fp32", "table_width": "i32", "num_groups": "i32",
-        **({"visit": "*u8", "part_visited": "*fp32"} if asked else {}),
+        **({"selected_mask": "*u8", "part_selected": "*fp32"} if asked else {}),
     }  # fmt: skip
     unit = max(64, size)
     constants = {

@@ -20,9 +20,9 @@ if DEVICE == "cpu":
 from places import place  # noqa: E402
 from triton_aot import TARGETS, Job, compile_ahead  # noqa: E402
 
+from eps_core.attention.protocol import Scores  # noqa: E402
 from eps_core.config.eps import EpsConfig  # noqa: E402
-from eps_core.gate.protocol import Scores  # noqa: E402
-from eps_core.oracle import selection as oracle  # noqa: E402
+from eps_core.reference import selection as oracle  # noqa: E402
 from eps_core.summaries import meanstd as oracle_summaries_meanstd  # noqa: E402
 from eps_core.summaries.base import LARGEST_ESTIMATE  # noqa: E402
 from eps_cuda import selection  # noqa: E402
@@ -100,34 +100,34 @@ def check_topk(kernels: Kernels, case: tuple, row_groups: int | None = None) -> 
     size, first, last, least, share, lengths, kind = case
     block = next(b for b in (16, size, size * 2) if b % size == 0)
     config = EpsConfig.of(
-        method="box", group_tokens=size, block_size=block, budget=share, first_tokens=first, last_tokens=last,
-        min_context=least, tail_tokens=0,
+        method="box", group_size=size, block_size=block, budget=share, num_sink_tokens=first, num_recent_tokens=last,
+        min_context=least, correction_tokens=0,
     )  # fmt: skip
     groups, kv_heads = -(-max(lengths) // size) + 3, 2
     estimate = estimates(size, len(lengths), kv_heads, lengths, groups, size, kind)
     ends = -(-np.array(lengths) // size)
-    where = place(config, lengths, groups)
-    guards = where.forced
+    plan = place(config, lengths, groups)
+    selectable = plan.always_selected
     # a group without a summary is one for all heads: as the state says
     missing = np.isposinf(estimate).any(axis=1)
     estimate[np.broadcast_to(missing[:, None], estimate.shape)] = np.inf
-    num_missing = (missing & ~guards & (np.arange(groups) < ends[:, None])).sum(axis=1)
-    wanted = where.budget(where.num_forced + num_missing)
+    num_missing = (missing & ~selectable & (np.arange(groups) < ends[:, None])).sum(axis=1)
+    wanted = plan.budget(plan.num_always_selected + num_missing)
     options = {} if row_groups is None else {"row_groups": row_groups}
-    listed, counts, visit = kernels.select_topk(
-        put(estimate), put(wanted.astype(np.int32)), put(np.array(lengths, np.int32)), group_tokens=size,
-        first_tokens=first, last_tokens=last, min_context=least, width=max(int(wanted.max()), 1), **options,
+    listed, counts, selected_mask = kernels.select_topk(
+        put(estimate), put(wanted.astype(np.int32)), put(np.array(lengths, np.int32)), group_size=size,
+        num_sink_tokens=first, num_recent_tokens=last, min_context=least, width=max(int(wanted.max()), 1), **options,
     )  # fmt: skip
     scores = Scores(put(estimate), None, None, num_missing)
-    expected = selection.select(scores, where)
+    expected = selection.select(scores, plan)
     assert torch.equal(counts, expected.counts)
     assert torch.equal(listed, expected.groups)
     found = lists(listed, counts)
     for b, length in enumerate(lengths):
         for h in range(kv_heads):
-            by_oracle = oracle.visited(config, estimate[b, h, : ends[b]].astype(np.float64), length)[0]
+            by_oracle = oracle.selected(config, estimate[b, h, : ends[b]].astype(np.float64), length)[0]
             assert found[b][h] == np.flatnonzero(by_oracle).tolist()
-            assert np.flatnonzero(visit[b, h].cpu().numpy()).tolist() == found[b][h]
+            assert np.flatnonzero(selected_mask[b, h].cpu().numpy()).tolist() == found[b][h]
 
 
 @pytest.mark.parametrize("case", SELECTIONS, ids=lambda case: f"S{case[0]}-{case[-1]}-{max(case[-2])}")
@@ -164,18 +164,18 @@ def test_best_takes_finite_estimates_lower_index_first() -> None:
 
 
 def check_few(kernels: Kernels) -> None:
-    """Counts below the number of forced groups, which no budget asks for, and above all groups."""
+    """Counts below the number of always selected groups, which no budget asks for, and above all groups."""
     estimate = put(np.array([[[5.0, np.inf, 1.0, np.inf, 9.0, -np.inf]]], np.float32))
     for count, expected in ((0, []), (1, [0]), (2, [0, 1]), (3, [0, 1, 3]), (4, [0, 1, 3, 4]), (9, [0, 1, 2, 3, 4])):
         listed, counts, _ = kernels.select_topk(
-            estimate, put(np.array([count], np.int32)), put(np.array([5], np.int32)), group_tokens=1, first_tokens=1,
-            last_tokens=0, min_context=0, width=6,
+            estimate, put(np.array([count], np.int32)), put(np.array([5], np.int32)), group_size=1, num_sink_tokens=1,
+            num_recent_tokens=0, min_context=0, width=6,
         )  # fmt: skip
         assert lists(listed, counts) == [[expected]]
     for least, expected in ((5, [1, 3, 4]), (6, [0, 1, 2])):
         listed, counts, _ = kernels.select_topk(
-            estimate, put(np.array([3], np.int32)), put(np.array([5], np.int32)), group_tokens=1, first_tokens=0,
-            last_tokens=0, min_context=least, width=6,
+            estimate, put(np.array([3], np.int32)), put(np.array([5], np.int32)), group_size=1, num_sink_tokens=0,
+            num_recent_tokens=0, min_context=least, width=6,
         )  # fmt: skip
         assert lists(listed, counts) == [[expected]]
 
@@ -187,12 +187,12 @@ def test_topk_counts_none_fewer_than_forced_and_more_than_all() -> None:
 def check_compact(kernels: Kernels) -> None:
     rng = np.random.default_rng(0)
     for groups in (1, 3, 64, 5000):
-        visit = rng.random((2, 3, groups)) < 0.3
-        visit[1, 2], visit[0, 0] = True, False
-        for mask in (put(visit), put(visit.astype(np.uint8))):
+        selected_mask = rng.random((2, 3, groups)) < 0.3
+        selected_mask[1, 2], selected_mask[0, 0] = True, False
+        for mask in (put(selected_mask), put(selected_mask.astype(np.uint8))):
             found = lists(*kernels.compact(mask, width=groups))
             for b, h in np.ndindex(2, 3):
-                assert found[b][h] == np.flatnonzero(visit[b, h]).tolist()
+                assert found[b][h] == np.flatnonzero(selected_mask[b, h]).tolist()
 
 
 def test_compact_lists_what_is_set() -> None:
@@ -211,7 +211,7 @@ def pool(seed: int, dtype: type, *shape: int) -> np.ndarray:
 
 
 class Case:
-    """A random pool of `units`, a table of two ragged sequences, a query and what the oracle says, all from a seed."""
+    """A random pool of `units`, a table of two ragged sequences, a query and the reference's results, by a seed."""
 
     def __init__(self, head_dim: int, repeat: int, size: int, per_unit: int, units: int, seed: int = 0) -> None:
         rng = np.random.default_rng([seed, head_dim, repeat])
@@ -266,7 +266,7 @@ def check_meanstd(kernels: Kernels, case: Case) -> None:
     pools["mean_scale"][0, 0, 0] = np.inf
     found = kernels.score_meanstd(
         put(case.q), {name: put(array) for name, array in pools.items()}, put(case.valid), put(case.table),
-        put(case.lengths.astype(np.int32)), group_tokens=case.size,
+        put(case.lengths.astype(np.int32)), group_size=case.size,
     )  # fmt: skip
     expected, magnitude = np.zeros(found.shape), np.zeros(found.shape[:2])
     for b, h in np.ndindex(2, 2):
@@ -304,11 +304,11 @@ SELECT_MUTANTS: dict[str, tuple[str, str, Callable[[Kernels], None]]] = {
         lambda kernels: check_topk(kernels, SELECTIONS[1]),
     ),
     "first guard one short": (
-        "first_tokens, length) + S - 1) // S", "first_tokens, length) - 1) // S",
+        "num_sink_tokens, length) + S - 1) // S", "num_sink_tokens, length) - 1) // S",
         lambda kernels: check_topk(kernels, SELECTIONS[6]),
     ),
     "last guard one late": (
-        "length - last_tokens, 0) // S", "length - last_tokens, 0) // S + 1",
+        "length - num_recent_tokens, 0) // S", "length - num_recent_tokens, 0) // S + 1",
         lambda kernels: check_topk(kernels, SELECTIONS[0]),
     ),
     "min_context ignored": (
@@ -348,7 +348,7 @@ SCORE_MUTANTS = {
     "another kv head's tile": ("(unit * kv_heads + h)", "(unit * kv_heads + (h + 1) % kv_heads)", check_small_meanstd),
     "another sequence's table": ("table + b * table_units", "table + h * table_units", check_small_meanstd),
     "low half of the query dropped": ("(a - high.to(tl.float32))", "(a - a)", check_small_meanstd),
-    "open group scored": ("inside & ~is_open", "inside", check_small_meanstd),
+    "partial group scored": ("inside & ~is_open", "inside", check_small_meanstd),
     "valid of another group": ("unit * GPU + g % GPU,", "unit * GPU + (g + 1) % GPU,", check_small_meanstd),
     "least of the heads": ("most = tl.max(estimate, axis=1)", "most = tl.min(estimate, axis=1)", check_small_meanstd),
     "infinite estimates kept": (
@@ -372,7 +372,8 @@ def test_checks_find_wrong_scores(name: str, tmp_path: Path) -> None:
 
 POINTERS = {
     "valid": "*u8", "table": "*i32", "lengths": "*i32", "estimate": "*fp32", "listed_groups": "*i32",
-    "counts": "*i32", "wanted": "*i32", "out_groups": "*i32", "out_counts": "*i32", "visit": "*u8", "q": "*bf16",
+    "counts": "*i32", "wanted": "*i32", "out_groups": "*i32", "out_counts": "*i32", "selected_mask": "*u8",
+    "q": "*bf16",
     "mean": "*i8", "mean_scale": "*fp16",
     "std": "*u8", "std_scale": "*fp16",
 }  # fmt: skip
@@ -396,10 +397,11 @@ JOBS = {
     **{
         f"select {block} {'held' if held else 'read again'}": job(
             SELECT, "_select",
-            {"S": 2, "GUARDS": guards, "VISIT": guards, "BLOCK": block, "RESIDENT": held, "LIST": min(block, 4096)},
+            {"S": 2, "SINK_RECENT": selectable, "VISIT": selectable, "BLOCK": block, "RESIDENT": held,
+             "LIST": min(block, 4096)},
             {"num_warps": warps},
         )
-        for block, guards, held, warps in (
+        for block, selectable, held, warps in (
             (32768, True, True, 16), (8192, False, False, 16)
         )
     },

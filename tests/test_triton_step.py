@@ -12,14 +12,14 @@ import triton_interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eps_cuda
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
+from eps_core.kv_cache.pool import PagePool
 from eps_core.models.config import read_spec
-from eps_core.paging.pool import PagePool
 from eps_cuda import graph
 from eps_cuda.kernels import dispatch
 from eps_cuda.summaries.table import build_summary
@@ -28,14 +28,14 @@ DEVICE = triton_interpreter.DEVICE
 PROMPTS = [[7, 5, 3, 2, 9, 30, 41] * 60, [11, 4, 9, 77] * 79 + [5]]  # 420 and 317 tokens: a unit ends at 320
 STEPS = 5
 CONFIG = EpsConfig.of(
-    method="rq", group_tokens=2, mean_tokens=32, stages=(0.25,), refine=0.0625, tail_tokens=128, budget=0.2,
-    last_tokens=16,
+    method="rq", group_size=2, mean_tokens=32, cascade=(0.25,), rescore=0.0625, correction_tokens=128, budget=0.2,
+    num_recent_tokens=16,
 )  # fmt: skip
 CONFIGS = {
     "units": CONFIG,
-    "short units in three parts": CONFIG.replace(stages=(0.5, 0.2)),
-    "query heads summed": EpsConfig.of(method="rq", budget=0.2, last_tokens=16, combine="sum"),
-    "the largest of query heads": EpsConfig.of(method="rq", budget=0.2, last_tokens=16),
+    "short units in three parts": CONFIG.replace(cascade=(0.5, 0.2)),
+    "query heads summed": EpsConfig.of(method="rq", budget=0.2, num_recent_tokens=16, combine="sum"),
+    "the largest of query heads": EpsConfig.of(method="rq", budget=0.2, num_recent_tokens=16),
 }
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::item", "aten::equal"}
 
@@ -72,13 +72,13 @@ def decode(model, kernels, config=CONFIG, prompts=PROMPTS, steps=STEPS, time_eve
     decoder = load_decoder(eps_cuda, model, spec, "float32", DEVICE)
     units = 60
     cache = eps_cuda.new_cache(
-        CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config.store, DEVICE, kernels
+        CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config.cache_config, DEVICE, kernels
     )
-    pool = PagePool(units, config.store.unit_tokens)
+    pool = PagePool(units, config.cache_config.unit_tokens)
     records = list(
         generate(
-            decoder, cache, pool, prompts, steps, Sampling(), config.read, keep_logits=True, prefill_chunk=200,
-            time_every=time_every,
+            decoder, cache, pool, prompts, steps, Sampling(), config.selection_config, keep_logits=True,
+            prefill_chunk=200, time_every=time_every,
         )
     )  # fmt: skip
     return records, cache, decoder
@@ -94,11 +94,11 @@ def same(got, want) -> None:
     for one, other in zip(got, want, strict=True):
         assert np.abs(one.logits - other.logits).max() < 2e-4
         for name in (
-            "pages_total", "pages_visited", "pages_skipped", "pages_forced", "bytes_kv_read_est", "bytes_kv_dense",
-            "bytes_summary_read", "bytes_k_reread", "fallbacks",
+            "pages_total", "pages_visited", "pages_skipped", "pages_always_selected", "bytes_kv_read_est",
+            "bytes_kv_dense", "bytes_summary_read", "bytes_k_reread", "fallbacks",
         ):  # fmt: skip
             assert getattr(one, name) == getattr(other, name), name
-        assert one.mass_skipped_est == pytest.approx(other.mass_skipped_est, abs=1e-4)
+        assert one.skipped_mass_mean == pytest.approx(other.skipped_mass_mean, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -117,18 +117,18 @@ def test_steps_that_are_timed_take_the_other_way_and_agree(model, reference) -> 
 
 
 def test_dense_steps_are_static_too(model) -> None:
-    """What a gated step is compared with is launched the same way: without EPS, and in a cache of EPS."""
+    """What a sparse step is compared with is launched the same way: without EPS, and in a cache of EPS."""
     records, cache, _ = decode(model, "triton", EpsConfig.of(method="off"))
     assert [key[3] for key in cache.steps] == [None]
     plain, _, _ = decode(model, "arrays", EpsConfig.of(method="off"))
     same(records, plain)
-    # one step of the same cache, gated and dense
+    # one step of the same cache, sparse and dense
     _, cache, decoder = decode(model, "triton", steps=1)
     _, twin, reference = decode(model, "arrays", steps=1)
     for gate in (True, False, True):
         arguments = (np.array([5]), np.array([399]), np.arange(8, dtype=np.int32)[None], np.array([400]))
         got, want = (
-            one.step(kept, *arguments, CONFIG.read if gate else None)[1]
+            one.step(kept, *arguments, CONFIG.selection_config if gate else None)[1]
             for one, kept in ((decoder, cache), (reference, twin))
         )
         assert np.abs(got.logits - want.logits).max() < 2e-4
@@ -145,7 +145,7 @@ def drafts(kernels, model, number, config=CONFIG):
         length = 381 + depth
         cache, output = decoder.step(
             cache, np.array([5 + depth]), np.array([length - 1]), table[:, : -(-length // 64)], np.array([length]),
-            config.read, draft=True,
+            config.selection_config, draft=True,
         )  # fmt: skip
         outputs.append(output)
     return outputs, cache, decoder
@@ -160,17 +160,19 @@ def test_drafts_are_static_steps_that_leave_no_summary(model, name) -> None:
         assert np.abs(one.logits - other.logits).max() < 2e-4
         assert len(one.selections) == len(other.selections) == cache.spec.num_layers
         for a, b, x, y in zip(one.selections, other.selections, one.layers, other.layers, strict=True):
-            visited = eps_cuda.visits(cache, [(a, 0)], len(b.visit[0, 0]) if b.visit is not None else 0)
-            assert torch.equal(visited, eps_cuda.visits(plain, [(b, 0)], visited.shape[-1]))
+            selected = eps_cuda.visits(
+                cache, [(a, 0)], len(b.selected_mask[0, 0]) if b.selected_mask is not None else 0
+            )
+            assert torch.equal(selected, eps_cuda.visits(plain, [(b, 0)], selected.shape[-1]))
             np.testing.assert_array_equal(x.counts, y.counts)
-            np.testing.assert_array_equal(x.forced, y.forced)
+            np.testing.assert_array_equal(x.always_selected, y.always_selected)
             assert x.kv_bytes_read == y.kv_bytes_read and x.summary_bytes_read == y.summary_bytes_read
     assert [one.kv_bytes_read for one in got] == [one.kv_bytes_read for one in want]
     assert cache.bytes_k_reread == plain.bytes_k_reread
     for layer in range(cache.spec.num_layers):
         assert torch.allclose(cache.k[layer], plain.k[layer], atol=1e-5)
-        tails = () if cache.tail is None else ((cache.tail, plain.tail),)
-        for mine, other in ((cache, plain), *tails):
+        corrections = () if cache.correction is None else ((cache.correction, plain.correction),)
+        for mine, other in ((cache, plain), *corrections):
             assert (mine.state[layer].fill == other.state[layer].fill).all()
             valid = mine.state[layer].valid(np.arange(len(mine.state[layer].fill)))
             assert (mine.valid[layer].cpu().numpy().astype(bool) == valid).all()
@@ -186,7 +188,7 @@ def test_drafts_are_static_steps_that_leave_no_summary(model, name) -> None:
 
 
 def test_drafts_that_no_guard_covers_take_the_other_way(model) -> None:
-    _, cache, _ = drafts("triton", model, 20)  # last_tokens covers 16
+    _, cache, _ = drafts("triton", model, 20)  # num_recent_tokens covers 16
     assert len(cache.steps) == 2
     _, plain, _ = drafts("arrays", model, 20)
     assert all((a.fill == b.fill).all() for a, b in zip(cache.state, plain.state, strict=True))
@@ -200,21 +202,21 @@ def test_cache_is_left_as_array_operations_leave_it(model) -> None:
     plain, static = left
     for layer in range(plain.spec.num_layers):
         assert torch.allclose(plain.k[layer], static.k[layer], atol=1e-5)
-        for mine, other in ((plain, static), (plain.tail, static.tail)):
+        for mine, other in ((plain, static), (plain.correction, static.correction)):
             assert (mine.state[layer].fill == other.state[layer].fill).all()
             valid = mine.state[layer].valid(np.arange(len(mine.state[layer].fill)))
             assert (other.valid[layer].cpu().numpy().astype(bool) == valid).all()
-        # what steps sealed is what their keys make, bit for bit
-        shape = (-1, static.store.sealed_tokens)
+        # what steps finalized is what their keys make, bit for bit
+        shape = (-1, static.cache_config.span_tokens)
         made = build_summary(
-            static.store, static.constants(layer), static.k[layer].unflatten(2, shape).transpose(1, 2).float()
+            static.cache_config, static.constants(layer), static.k[layer].unflatten(2, shape).transpose(1, 2).float()
         )
-        sealed = static.state[layer].valid(np.arange(len(static.state[layer].fill)))
+        finalized = static.state[layer].valid(np.arange(len(static.state[layer].fill)))
         for field in ("codes", "second", "mean", "rest"):
             if field in made:
-                stored = static.summaries[layer][field].transpose(1, 2).flatten(0, 1)[sealed]
-                assert torch.equal(stored, made[field].flatten(0, 1)[sealed]), field
-    assert 0 < sealed.sum() < len(sealed)
+                stored = static.summaries[layer][field].transpose(1, 2).flatten(0, 1)[finalized]
+                assert torch.equal(stored, made[field].flatten(0, 1)[finalized]), field
+    assert 0 < finalized.sum() < len(finalized)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +224,9 @@ def test_cache_is_left_as_array_operations_leave_it(model) -> None:
     [
         (EpsConfig.of(method="rq", policy="threshold", top_pages=40), PROMPTS),
         (EpsConfig.of(method="rq", bound_bits=8, budget=0.05), PROMPTS),
-        (EpsConfig.of(method="box", group_tokens=16), PROMPTS),
+        (EpsConfig.of(method="box", group_size=16), PROMPTS),
         (EpsConfig.of(method="rq", min_context=330, budget=0.05), PROMPTS),
-        (CONFIG.replace(stages=(), rq_bounds=True), PROMPTS),
+        (CONFIG.replace(cascade=(), rq_bounds=True), PROMPTS),
     ],
     ids=["threshold", "bounds", "box", "below min_context", "bounds of its own"],
 )
@@ -254,12 +256,12 @@ def test_asks_the_host_for_nothing(model, name) -> None:
 def test_makes_the_same_operations_whatever_is_kept(model) -> None:
     compute, step, _ = filled_step(model)
     seen, places = [], [x.data_ptr() for x in vars(step.buffers).values()]
-    for lengths, wanted, staged, refined in (
+    for lengths, wanted, cascaded, rescored in (
         ([420, 317], [40, 20], [30, 40], [20, 11]), ([299, 320], [9, 150], [2, 90], [1, 2])
     ):  # fmt: skip
         step.fill(
             lengths=np.array(lengths, np.int32), wanted=np.array(wanted, np.int32),
-            staged=np.array([staged], np.int32), refined=np.array(refined, np.int32),
+            cascaded=np.array([cascaded], np.int32), rescored=np.array(rescored, np.int32),
         )  # fmt: skip
         with Recording() as recording:
             compute()
@@ -282,7 +284,7 @@ def test_a_second_run_changes_nothing(model) -> None:
 
 
 def test_few_steps_are_kept(model, monkeypatch) -> None:
-    monkeypatch.setattr(graph, "BUCKET_TOKENS", CONFIG.store.unit_tokens)
+    monkeypatch.setattr(graph, "BUCKET_TOKENS", CONFIG.cache_config.unit_tokens)
     monkeypatch.setattr(graph, "MAX_GRAPHS", 1)
     # from 382 tokens on the table grows by a unit within three steps
     records, cache, _ = decode(model, "triton", prompts=[PROMPTS[0][:382]], steps=4)
@@ -292,7 +294,7 @@ def test_few_steps_are_kept(model, monkeypatch) -> None:
 
 def addresses(cache) -> list[int]:
     """Everything that a captured graph holds by address."""
-    inner = cache.tail
+    inner = cache.correction
     arrays = [*cache.k, *cache.v, *cache.finite, *cache.valid, *inner.valid]
     for one in (cache, inner):
         arrays += [array for fields in one.summaries for array in fields.values()]
@@ -304,8 +306,12 @@ def test_what_a_graph_holds_stays_where_it_is(model, name) -> None:
     """Through the prefill of a second prompt, a copied unit and a failed check."""
     _, cache, decoder = decode(model, "triton", CONFIGS[name], steps=2)
     before = addresses(cache)
-    pool = PagePool(60, CONFIG.store.unit_tokens)
-    list(generate(decoder, cache, pool, [[8, 9, 10] * 90], 2, Sampling(), CONFIGS[name].read, prefill_chunk=100))
+    pool = PagePool(60, CONFIG.cache_config.unit_tokens)
+    list(
+        generate(
+            decoder, cache, pool, [[8, 9, 10] * 90], 2, Sampling(), CONFIGS[name].selection_config, prefill_chunk=100
+        )
+    )
     eps_cuda.copy_units(cache, [1], [59])
     with torch.inference_mode():
         cache.finite[1].fill_(False)
@@ -330,7 +336,7 @@ def test_a_cache_is_freed_with_its_last_reference(model) -> None:
 
 @pytest.mark.parametrize("budget", [319.0, 120.0])
 def test_budgets_in_tokens_beside_a_sequence_that_they_cover(model, budget) -> None:
-    config = EpsConfig.of(method="rq", group_tokens=16, budget=budget, last_tokens=16)
+    config = EpsConfig.of(method="rq", group_size=16, budget=budget, num_recent_tokens=16)
     prompts = [PROMPTS[0][:312], PROMPTS[0][:391]]
     records, cache, _ = decode(model, "triton", config, prompts, 3)
     assert cache.steps
@@ -342,6 +348,6 @@ def test_groups_that_only_the_device_counts_are_one_number(model) -> None:
     _, cache, decoder = decode(model, "triton", config, steps=1)
     table, lengths = np.arange(8, dtype=np.int32)[None], np.array([400])
     for _ in range(3):
-        decoder.step(cache, np.array([5]), np.array([399]), table, lengths, config.read)
+        decoder.step(cache, np.array([5]), np.array([399]), table, lengths, config.selection_config)
     assert len(cache.pending_reads) == 1
     assert cache.kv_bytes_read > 0 and cache.pending_reads == {}

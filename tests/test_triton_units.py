@@ -16,11 +16,11 @@ from test_conformance import anchored
 from test_triton_select import assert_near, mutant, put
 from triton_aot import TARGETS, Compiled, Job, compile_ahead
 
-from eps_core import oracle
+from eps_core import reference
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import COMBINES
-from eps_core.config.store import CacheSpec
-from eps_core.paging.where import Where
+from eps_core.config.selection import COMBINES
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import QUERY_STEPS, part_dims, rq_signs
 from eps_core.summaries.rq import rotate as rotate64
@@ -42,9 +42,9 @@ class Case:
     size: int = 2
     mean_tokens: int = 32
     mean_bits: int = 4
-    stages: tuple[float, ...] = (0.25,)
-    refine: float = 0.125
-    tail_tokens: int = 64
+    cascade: tuple[float, ...] = (0.25,)
+    rescore: float = 0.125
+    correction_tokens: int = 64
     num_units: int = 9
     combine: str = "max"
     repeated: bool = False  # a unit of the pool occurs several times: whole runs of equal estimates
@@ -52,30 +52,31 @@ class Case:
     @property
     def config(self) -> EpsConfig:
         return EpsConfig.of(
-            method="rq", group_tokens=self.size, mean_tokens=self.mean_tokens, mean_bits=self.mean_bits,
-            stages=self.stages, refine=self.refine, tail_tokens=self.tail_tokens, budget=0.01, combine=self.combine,
+            method="rq", group_size=self.size, mean_tokens=self.mean_tokens, mean_bits=self.mean_bits,
+            cascade=self.cascade, rescore=self.rescore, correction_tokens=self.correction_tokens,
+            budget=0.01, combine=self.combine,
         )  # fmt: skip
 
 
 CASES = {
     "usual": Case(),
     "unit of the pool is one of a mean": Case(128, 4, mean_tokens=64, num_units=7),
-    "whole codes": Case(128, 2, stages=()),
-    "three parts": Case(64, 4, mean_tokens=64, stages=(0.5, 0.2), refine=0.0625),
-    "three parts of equal groups": Case(128, 1, stages=(0.5, 0.2), repeated=True),
-    "no second bit": Case(64, 8, stages=(0.5, 0.3), refine=0.0, mean_bits=8),
-    "all of them on and on": Case(32, 2, stages=(1.0, 1.0), refine=1.0, repeated=True),
-    "no power of two": Case(80, 5, size=4, stages=(0.25,), mean_bits=8),
+    "whole codes": Case(128, 2, cascade=()),
+    "three parts": Case(64, 4, mean_tokens=64, cascade=(0.5, 0.2), rescore=0.0625),
+    "three parts of equal groups": Case(128, 1, cascade=(0.5, 0.2), repeated=True),
+    "no rescoring bit": Case(64, 8, cascade=(0.5, 0.3), rescore=0.0, mean_bits=8),
+    "all of them on and on": Case(32, 2, cascade=(1.0, 1.0), rescore=1.0, repeated=True),
+    "no power of two": Case(80, 5, size=4, cascade=(0.25,), mean_bits=8),
     "odd head dim": Case(33, 2, size=16, mean_tokens=64, num_units=12),
-    "parts of a byte": Case(16, 7, size=1, stages=(0.4, 0.4), num_units=3),
+    "parts of a byte": Case(16, 7, size=1, cascade=(0.4, 0.4), num_units=3),
     "less than a byte": Case(5, 2, size=8),
     "wide": Case(256, 16, size=1, mean_tokens=64, num_units=4),
     "two groups a unit": Case(64, 2, size=32, mean_tokens=64, num_units=30),
     "one unit": Case(64, 2, num_units=1),
     "summed": Case(combine="sum"),
-    "summed at once": Case(64, 4, stages=(), refine=0.0, combine="sum"),
-    "summed in three parts": Case(64, 4, mean_tokens=64, stages=(0.5, 0.2), refine=0.0625, combine="sum"),
-    "summed, no power of two": Case(80, 5, size=4, stages=(0.25,), mean_bits=8, combine="sum"),
+    "summed at once": Case(64, 4, cascade=(), rescore=0.0, combine="sum"),
+    "summed in three parts": Case(64, 4, mean_tokens=64, cascade=(0.5, 0.2), rescore=0.0625, combine="sum"),
+    "summed, no power of two": Case(80, 5, size=4, cascade=(0.25,), mean_bits=8, combine="sum"),
 }
 
 
@@ -84,10 +85,10 @@ class Filled:
 
     def __init__(self, case: Case) -> None:
         rng = np.random.default_rng([case.head_dim, case.repeat])
-        config, store = case.config, case.config.store
+        config, cache_config = case.config, case.config.cache_config
         total = 2 * case.num_units + 1
         self.case, self.config = case, config
-        self.cache = oracle.new_cache(CacheSpec(1, KV_HEADS, case.head_dim, total), store)
+        self.cache = reference.new_cache(CacheSpec(1, KV_HEADS, case.head_dim, total), cache_config)
         self.pools = self.cache.summaries[0]
         for name, pool in self.pools.items():
             if pool.dtype == np.float16:
@@ -103,7 +104,7 @@ class Filled:
         # bits past the last dimension are 0
         for name, bits in (("mean", case.mean_bits), ("codes", 1), ("second", 1)):
             spare = -case.head_dim * bits % 8
-            if name in self.pools and spare and (name != "codes" or len(part_dims(store, case.head_dim)) == 1):
+            if name in self.pools and spare and (name != "codes" or len(part_dims(cache_config, case.head_dim)) == 1):
                 last = self.pools[name][..., -1, :] if name == "codes" else self.pools[name][..., -1]
                 last &= 0xFF >> spare
         self.table = rng.permutation(total)[: 2 * case.num_units].reshape(2, case.num_units).astype(np.int32)
@@ -112,24 +113,24 @@ class Filled:
             self.table[0, 0] = total - 1
         if case.repeated:
             self.table[:, 1:] = self.table[:, 1:2]
-        tokens = case.num_units * store.unit_tokens
-        self.lengths = np.array([tokens - store.sealed_tokens // 2, max(tokens // 2 - 1, 1)])
+        tokens = case.num_units * cache_config.unit_tokens
+        self.lengths = np.array([tokens - cache_config.span_tokens // 2, max(tokens // 2 - 1, 1)])
         for b, length in enumerate(self.lengths):
-            self.table[b, -(-length // store.unit_tokens) :] = -1
-        self.valid = rng.random(total * store.seals_per_unit) < 0.9
-        self.valid[-store.seals_per_unit :] = True
-        self.cache.state[0].fill[self.valid] = store.sealed_tokens
+            self.table[b, -(-length // cache_config.unit_tokens) :] = -1
+        self.valid = rng.random(total * cache_config.spans_per_unit) < 0.9
+        self.valid[-cache_config.spans_per_unit :] = True
+        self.cache.state[0].fill[self.valid] = cache_config.span_tokens
         self.q = rng.normal(0, 3, (2, KV_HEADS * case.repeat, case.head_dim)).astype(np.float32)
         self.q[:, 0] *= 1e-6 if case.repeat > 1 else 1  # one head of another size than the others
         self.q[1, -1] *= case.repeat == 1
         self.cache.k[0][:] = rng.normal(0, 2, self.cache.k[0].shape)
-        self.where = Where.of(config, self.table, self.lengths)
+        self.plan = StepPlan.of(config, self.table, self.lengths)
         with np.errstate(invalid="ignore"):
-            self.expected = oracle.score(self.cache, 0, self.q.astype(np.float64), self.where).estimate
+            self.expected = reference.score(self.cache, 0, self.q.astype(np.float64), self.plan).estimate
 
     def size(self) -> np.ndarray:
         """[B, Hkv]: what the magnitudes of an estimate's terms add up to."""
-        turned = rotate64(self.q.astype(np.float64) / math.sqrt(self.case.head_dim), self.config.store.seed)
+        turned = rotate64(self.q.astype(np.float64) / math.sqrt(self.case.head_dim), self.config.cache_config.seed)
         most = np.abs(turned).sum(axis=-1).reshape(2, KV_HEADS, -1).max(axis=-1)
         size = most * (2**self.case.mean_bits * 0.1 + 0.5 * 1.5)
         if self.case.combine == "max":
@@ -150,14 +151,14 @@ class Filled:
         return put(anchored(found / math.sqrt(self.case.head_dim)).astype(np.float32))
 
     def estimate(self, kernels: ModuleType, **options: bool) -> torch.Tensor:
-        store, head_dim = self.config.store, self.case.head_dim
-        counts = [*self.where.staged(head_dim), self.where.refined]
-        *staged, refined = ((put(one.astype(np.int32)), int(one.max())) for one in counts)
-        query = kernels.round_queries(put(self.q), put(rq_signs(store.seed, head_dim)), KV_HEADS)
+        cache_config, head_dim = self.config.cache_config, self.case.head_dim
+        counts = [*self.plan.cascaded(head_dim), self.plan.rescored]
+        *cascaded, rescored = ((put(one.astype(np.int32)), int(one.max())) for one in counts)
+        query = kernels.round_queries(put(self.q), put(rq_signs(cache_config.seed, head_dim)), KV_HEADS)
         return kernels.score_units(
             query, {name: put(pool) for name, pool in self.pools.items()}, put(self.valid.astype(np.uint8)),
-            put(self.table), put(self.lengths.astype(np.int32)), Depth(tuple(staged), refined), self.anchors(),
-            group_tokens=self.case.size, mean_bits=self.case.mean_bits, dims=part_dims(store, head_dim), **options,
+            put(self.table), put(self.lengths.astype(np.int32)), Depth(tuple(cascaded), rescored), self.anchors(),
+            group_size=self.case.size, mean_bits=self.case.mean_bits, dims=part_dims(cache_config, head_dim), **options,
         )  # fmt: skip
 
 
@@ -195,9 +196,9 @@ def test_what_dropped_out_ranks_above_what_went_on() -> None:
     """Else a pass that chose among all groups would not be found."""
     filled = Filled(CASES["three parts of equal groups"])
     end = filled.estimate(units).cpu().numpy()
-    filled.where.__dict__["refined"] = np.zeros(2, np.int64)
-    filled.where._made.clear()
-    filled.where.once(("staged", 128), lambda: [np.zeros(2, np.int64)] * 2)
+    filled.plan.__dict__["refined"] = np.zeros(2, np.int64)
+    filled.plan._made.clear()
+    filled.plan.once(("staged", 128), lambda: [np.zeros(2, np.int64)] * 2)
     start = filled.estimate(units).cpu().numpy()
     moved = start != end
     assert moved.any() and start[np.isfinite(start) & ~moved].max() > end[moved].min()
@@ -245,7 +246,7 @@ def check_odd(kernels: ModuleType, combine: str, factor: float) -> None:
     filled = Filled(Case(combine=combine))
     filled.q = (filled.q * factor).astype(np.float32)
     with np.errstate(invalid="ignore"):
-        filled.expected = oracle.score(filled.cache, 0, filled.q.astype(np.float64), filled.where).estimate
+        filled.expected = reference.score(filled.cache, 0, filled.q.astype(np.float64), filled.plan).estimate
     check(kernels, filled)
 
 
@@ -276,7 +277,7 @@ MUTANTS = {
     "rotated in another order": ("1, HEAD_DIM, DIM2, LOG_DIM)", "1, DIM2, DIM2, LOG_DIM)", check_queries),
     "query of the first head": ("* R + r) * stride_h", "* R) * stride_h", check_queries),
     "mean without its middle": ("MIDDLE: tl.constexpr = 1 << (BITS - 1)", "MIDDLE: tl.constexpr = 0", check_usual),
-    "mean of the first unit": ("at = (row.to(tl.int64) * seals + seal)", "at = (row.to(tl.int64) * seals + seal * 0)",
+    "mean of the first unit": ("at = (row.to(tl.int64) * spans + span)", "at = (row.to(tl.int64) * spans + span * 0)",
                                check_usual),
     "another group's bytes": ("(BYTES * N) + g % N, there", "(BYTES * N) + (g + 1) % N, there", check_usual),
     "group by group": ("R, D, ROW, RP, DP, N, SUBNORMAL\n", "R, D, ROW, RP, DP, 1, SUBNORMAL\n", check_usual),
@@ -284,9 +285,9 @@ MUTANTS = {
     "ones alone": ("dots = ones - (", "dots = ones - 0.0 * (", check_usual),
     "scales of half an exponent": ("stored.to(tl.uint16) << 7", "stored.to(tl.uint16) << 6", check_usual),
     "open unit scored": ("groups, inside, N * S)", "groups, inside, S)", check_usual),
-    "a second bit as the first": ("listed, integers_row, 1, R", "listed, integers_row, 2, R", check_usual),
-    "second bits of ones alone": ("1.0 if second is None else 1.5", "1.0", check_usual),
-    "second bit with the first scale": ('"second_scale" if twice else "scale"', '"scale"', check_usual),
+    "a rescoring bit as the first": ("listed, integers_row, 1, R", "listed, integers_row, 2, R", check_usual),
+    "rescoring bits of ones alone": ("1.0 if second is None else 1.5", "1.0", check_usual),
+    "rescoring bit with the first scale": ('"second_scale" if twice else "scale"', '"scale"', check_usual),
     "rest asks the first dimensions": ("integers_row + D + MORE", "integers_row + D", check_three),
     "rest left out": ("if rest is not None", "if False", check_usual),
     "lists name entries of the list before": ("if through is not None", "if False", check_three),
@@ -341,7 +342,7 @@ def first_of(constants: dict) -> dict:
 
 HALVES, QUARTERS = shape(128, (64, 0, 64), 32, 256), shape(64, (16, 16, 32), 16, 256)
 MEANS = {
-    "R": 4, "D": 128, "RP": 4, "DP": 128, **score_kernels.code_shape(128, 4), "SUBNORMAL": True, "SPU": 1, "SEALED": 64,
+    "R": 4, "D": 128, "RP": 4, "DP": 128, **score_kernels.code_shape(128, 4), "SUBNORMAL": True, "SPU": 1, "SPAN": 64,
     "LOG_S": math.log(2), "BLOCK": 256,
 }  # fmt: skip
 JOBS = {
@@ -354,11 +355,11 @@ JOBS = {
     "first of quarters": job("_score_units", first_of(QUARTERS)),
     "rest": job("_read_on", HALVES, ("more", "second", "through", "named")),
     "quarters' rest": job("_read_on", QUARTERS, ("second",)),
-    "second bits": job("_read_on", HALVES, ("more", "left", "named")),
+    "rescoring bits": job("_read_on", HALVES, ("more", "left", "named")),
     "summed means": job("_score_means", MEANS),
     "summed first of halves": job("_score_units", first_of(HALVES) | {"SUM": True}),
     "summed rest": job("_read_on", HALVES | {"SUM": True}, ("more", "second", "through", "named")),
-    "summed second bits": job("_read_on", HALVES | {"SUM": True}, ("more", "left", "named")),
+    "summed rescoring bits": job("_read_on", HALVES | {"SUM": True}, ("more", "left", "named")),
 }  # fmt: skip
 
 

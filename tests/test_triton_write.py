@@ -1,7 +1,7 @@
-"""The Triton write against `write_kv`, which it must equal: pools, sign codes and second bits bit for bit.
+"""The Triton write against `write_kv`, which it must equal: pools, sign codes and rescoring bits bit for bit.
 
 Keys are such that the order of the float32 additions shows: the rotated mean of a group is often nothing but rounding
-in most dimensions, and its second bits' threshold is often met exactly.
+in most dimensions, and its rescoring bits' threshold is often met exactly.
 """
 
 import copy
@@ -23,14 +23,14 @@ from triton_aot import Job, compile_ahead
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernel's module asks for it
 
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.summaries.base import up16
 from eps_core.summaries.rq import SECOND_STEP, part_dims, rotate
 from eps_core.summaries.table import fields
 from eps_cuda.cache import Cache, new_cache, write_kv
 from eps_cuda.device import DTYPES
-from eps_cuda.kernels import seal, write
+from eps_cuda.kernels import finalize, write
 from eps_cuda.summaries.rq import rotate as rotate32
 from eps_cuda.summaries.rq import unpack_codes
 
@@ -45,10 +45,10 @@ TIES = 2e-3  # share of codes whose sums have no order of their own that may lie
 @dataclass(frozen=True)
 class Case:
     head_dim: int
-    group_tokens: int
+    group_size: int
     dtype: str = "float32"
-    refine: float = 0.125
-    tail_tokens: int = 0
+    rescore: float = 0.125
+    correction_tokens: int = 0
     block_size: int = 16
     bound_bits: int = 0
     kv_heads: int = 2
@@ -57,43 +57,45 @@ class Case:
     given: str | None = None  # dtype of the model's k and v; None: the cache's
     mean_tokens: int = 64
     mean_bits: int = 4
-    stages: tuple[float, ...] = ()
+    cascade: tuple[float, ...] = ()
 
     @property
     def config(self) -> EpsConfig:
         return EpsConfig.of(
-            method="rq", refine=self.refine, tail_tokens=self.tail_tokens,
-            group_tokens=self.group_tokens, block_size=self.block_size, bound_bits=self.bound_bits, seed=3,
-            mean_tokens=self.mean_tokens, mean_bits=self.mean_bits, stages=self.stages,
+            method="rq", rescore=self.rescore, correction_tokens=self.correction_tokens,
+            group_size=self.group_size, block_size=self.block_size, bound_bits=self.bound_bits, seed=3,
+            mean_tokens=self.mean_tokens, mean_bits=self.mean_bits, cascade=self.cascade,
         )  # fmt: skip
 
 
-USUAL = Case(64, 2, "bfloat16", tail_tokens=64, before=(186, 60, 61), steps=6)
+USUAL = Case(64, 2, "bfloat16", correction_tokens=64, before=(186, 60, 61), steps=6)
 CASES = [
     USUAL,
     Case(128, 4, "bfloat16", given=ROUNDED, before=(62, 126, 61), steps=4),
     Case(80, 16, mean_tokens=32, before=(158, 94, 60), steps=4),
-    Case(96, 2, "float16", tail_tokens=64, block_size=64, mean_tokens=32, before=(190, 94, 46), given="float32"),
-    Case(33, 4, tail_tokens=64, before=(190, 62, 63), steps=7, kv_heads=3),
-    Case(256, 8, tail_tokens=32, mean_tokens=32, before=(254, 30, 13), steps=3, kv_heads=1),
-    Case(64, 16, "bfloat16", tail_tokens=256, before=(510, 254), steps=3, kv_heads=1),
-    Case(16, 1, bound_bits=8, refine=1.0, before=(190, 126, 60)),
-    Case(7, 2, "bfloat16", mean_tokens=32, refine=0.0, before=(158, 94, 60)),
+    Case(96, 2, "float16", correction_tokens=64, block_size=64, mean_tokens=32, before=(190, 94, 46), given="float32"),
+    Case(33, 4, correction_tokens=64, before=(190, 62, 63), steps=7, kv_heads=3),
+    Case(256, 8, correction_tokens=32, mean_tokens=32, before=(254, 30, 13), steps=3, kv_heads=1),
+    Case(64, 16, "bfloat16", correction_tokens=256, before=(510, 254), steps=3, kv_heads=1),
+    Case(16, 1, bound_bits=8, rescore=1.0, before=(190, 126, 60)),
+    Case(7, 2, "bfloat16", mean_tokens=32, rescore=0.0, before=(158, 94, 60)),
     Case(1, 2, mean_tokens=32, before=(158, 94, 60)),
 ]
-UNITS = Case(64, 2, mean_tokens=32, stages=(0.25,), before=(29, 61, 94), steps=4, tail_tokens=64)
+UNITS = Case(64, 2, mean_tokens=32, cascade=(0.25,), before=(29, 61, 94), steps=4, correction_tokens=64)
 CASES += [
     UNITS,
-    Case(128, 2, "bfloat16", mean_tokens=64, stages=(0.5, 0.2), before=(62, 126, 62), tail_tokens=64, kv_heads=1),
-    Case(128, 4, mean_tokens=64, mean_bits=8, stages=(0.5,), refine=0.5, before=(61, 30, 127), steps=3),
+    Case(
+        128, 2, "bfloat16", mean_tokens=64, cascade=(0.5, 0.2), before=(62, 126, 62), correction_tokens=64, kv_heads=1
+    ),
+    Case(128, 4, mean_tokens=64, mean_bits=8, cascade=(0.5,), rescore=0.5, before=(61, 30, 127), steps=3),
     Case(80, 1, "float16", mean_tokens=32, mean_bits=8, before=(29, 62), steps=3, given="float32"),
-    Case(33, 16, mean_tokens=64, refine=0.0, before=(62, 61, 62), steps=3, kv_heads=3),
-    Case(20, 8, mean_tokens=32, before=(30, 95), steps=3, tail_tokens=32),
-    Case(256, 2, "bfloat16", mean_tokens=64, stages=(0.25,), before=(62, 30), steps=3, kv_heads=1),
+    Case(33, 16, mean_tokens=64, rescore=0.0, before=(62, 61, 62), steps=3, kv_heads=3),
+    Case(20, 8, mean_tokens=32, before=(30, 95), steps=3, correction_tokens=32),
+    Case(256, 2, "bfloat16", mean_tokens=64, cascade=(0.25,), before=(62, 30), steps=3, kv_heads=1),
 ]
 NAMES = [
-    f"D{case.head_dim}-S{case.group_tokens}-{case.dtype}-T{case.tail_tokens}-U{case.mean_tokens}"
-    f"-{len(case.stages) + 1}parts"
+    f"D{case.head_dim}-S{case.group_size}-{case.dtype}-T{case.correction_tokens}-U{case.mean_tokens}"
+    f"-{len(case.cascade) + 1}parts"
     for case in CASES
 ]
 
@@ -118,28 +120,32 @@ class Fast:
     """The pools of a cache's layer 0, copied to the device, written by a module like `write`."""
 
     def __init__(self, cache: Cache, module: ModuleType) -> None:
-        store, summary, tail = cache.store, cache.summaries[0], cache.tail
+        cache_config, summary, correction = cache.cache_config, cache.summaries[0], cache.correction
         pools = {"k": cache.k[0], "v": cache.v[0], "finite": cache.finite[0][None], "valid": valid_of(cache)}
         pools |= summary | cache.constants(0)
-        if tail:
-            pools |= {f"tail_{name}": pool for name, pool in tail.summaries[0].items()} | {"tail_valid": valid_of(tail)}
-        if store.has_bounds:
+        if correction:
+            pools |= {f"tail_{name}": pool for name, pool in correction.summaries[0].items()} | {
+                "correction_valid": valid_of(correction)
+            }
+        if cache_config.has_bounds:
             pools |= {"largest_key": cache.largest_key[0], "largest_value": cache.largest_value[0]}
-        self.module, self.store = module, store
+        self.module, self.cache_config = module, cache_config
         self.pools = {name: Guarded(pool) for name, pool in pools.items()}
 
     def write(self, k: Tensor, v: Tensor, slots: np.ndarray) -> None:
         get = {name: pool.tensor for name, pool in self.pools.items()}.get
-        store, here = self.store, torch.from_numpy(slots.astype(np.int32)).to(DEVICE)
+        cache_config, here = self.cache_config, torch.from_numpy(slots.astype(np.int32)).to(DEVICE)
         # as rows of a larger projection: strided
         rows = torch.stack([k, v], dim=1).to(DEVICE)
         given = rows.clone()
-        tail = None
-        if store.tail_tokens:
-            tail = self.module.TailPools(get("tail_mean"), get("tail_mean_scale"), get("tail_valid"), store.tail_tokens)
+        correction = None
+        if cache_config.correction_tokens:
+            correction = self.module.CorrectionPools(
+                get("tail_mean"), get("tail_mean_scale"), get("correction_valid"), cache_config.correction_tokens
+            )
         self.module.write_tokens(
             rows[:, 0], rows[:, 1], here, get("k"), get("v"), get("finite")[0], get("valid"),
-            sealed_tokens=store.sealed_tokens, rq=self.pools_of_rq(get), tail=tail,
+            span_tokens=cache_config.span_tokens, rq=self.pools_of_rq(get), correction=correction,
             largest_key=get("largest_key"), largest_value=get("largest_value"),
         )  # fmt: skip
         assert torch.equal(given.view(torch.uint8), rows.view(torch.uint8)), "the arguments changed"
@@ -147,11 +153,11 @@ class Fast:
 
     def pools_of_rq(self, get: Callable[[str], Tensor | None]):
         names = "mean mean_scale codes more rest scale second second_scale signs".split()
-        return self.module.UnitPools(*map(get, names), self.store.S, self.store.mean_bits)
+        return self.module.UnitPools(*map(get, names), self.cache_config.S, self.cache_config.mean_bits)
 
 
 def valid_of(cache: Cache) -> Tensor:
-    groups = np.arange(cache.spec.num_units * cache.store.seals_per_unit)
+    groups = np.arange(cache.spec.num_units * cache.cache_config.spans_per_unit)
     return torch.from_numpy(cache.state[0].valid(groups).astype(np.uint8))
 
 
@@ -178,13 +184,13 @@ def check_equal(fast: Fast, cache: Cache) -> None:
     for name in {"scale", "second_scale"} & set(summary):
         check_codes(f"bytes of {name}", got[name], summary[name])
     if "second" in summary:
-        assert torch.equal(got["second"], summary["second"]), "second bits differ"
-    if cache.tail:
-        tail = cache.tail.summaries[0]
-        assert torch.equal(got["tail_valid"], valid_of(cache.tail)), "valid of tails differs"
-        check_codes("mean values", got["tail_mean"], tail["mean"])
-        assert steps_apart(got["tail_mean_scale"], tail["mean_scale"]) <= 1, "scale of mean values differs"
-    if cache.store.has_bounds:
+        assert torch.equal(got["second"], summary["second"]), "rescoring bits differ"
+    if cache.correction:
+        correction = cache.correction.summaries[0]
+        assert torch.equal(got["correction_valid"], valid_of(cache.correction)), "valid of corrections differs"
+        check_codes("mean values", got["tail_mean"], correction["mean"])
+        assert steps_apart(got["tail_mean_scale"], correction["mean_scale"]) <= 1, "scale of mean values differs"
+    if cache.cache_config.has_bounds:
         for name, largest in (("largest_key", cache.largest_key), ("largest_value", cache.largest_value)):
             torch.testing.assert_close(got[name], largest[0], rtol=1e-6, atol=0)
 
@@ -201,12 +207,12 @@ class Run:
     def __init__(self, case: Case, module: ModuleType = write) -> None:
         self.case, self.rng, config = case, np.random.default_rng(case.head_dim), case.config
         self.lengths = np.array(case.before)
-        size = config.store.unit_tokens
+        size = config.cache_config.unit_tokens
         width = (int(self.lengths.max()) + case.steps + 3) // size + 1
         units = self.rng.permutation(len(self.lengths) * width + 2)  # two belong to nobody
         self.table = units[: len(self.lengths) * width].reshape(len(self.lengths), width)
         spec = CacheSpec(1, case.kv_heads, case.head_dim, len(units), case.dtype)
-        self.cache = new_cache(spec, config.store, "cpu", kernels="arrays")
+        self.cache = new_cache(spec, config.cache_config, "cpu", kernels="arrays")
         sequences = np.repeat(np.arange(len(self.lengths)), self.lengths)
         positions = np.concatenate([np.arange(length) for length in self.lengths])
         self.zero = self.rng.normal(size=(case.kv_heads, case.head_dim))
@@ -219,7 +225,7 @@ class Run:
         self.fast = Fast(copy.deepcopy(self.cache), module)
 
     def slots(self, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        size = self.case.config.store.unit_tokens
+        size = self.case.config.cache_config.unit_tokens
         return self.table[sequences, positions // size] * size + positions % size
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:
@@ -242,7 +248,7 @@ class Run:
             turned *= self.rng.uniform(0.5, 2, size=shape)
             turned[:, self.case.head_dim // 8 + 1 :] = 0
         turned = self.on_the_steps_of_a_mean(turned)
-        return turned @ rotate(np.eye(self.case.head_dim), self.case.config.store.seed).T  # orthogonal
+        return turned @ rotate(np.eye(self.case.head_dim), self.case.config.cache_config.seed).T  # orthogonal
 
     def on_the_steps_of_a_mean(self, beside: np.ndarray) -> np.ndarray:
         """What lies `beside` [Hkv, D] whole steps of a mean's codes, some of it between two; its first dimension, the
@@ -257,18 +263,18 @@ class Run:
 
     def finish_groups(self, own: Tensor, mean: np.ndarray, mask: np.ndarray, k: Tensor) -> None:
         """`finish_group` of a prompt: own [T, Hkv, D] are the rows `mask` of k."""
-        size, whole = self.case.group_tokens, len(own) // self.case.group_tokens * self.case.group_tokens
+        size, whole = self.case.group_size, len(own) // self.case.group_size * self.case.group_size
         groups = own[:whole].unflatten(0, (-1, size))
         groups[:, -1] = (torch.from_numpy(mean) * size - groups[:, :-1].double().sum(dim=1)).to(k.dtype)
         k[torch.from_numpy(mask)] = own
 
     def finish_group(self, k: Tensor, sequences: np.ndarray, slots: np.ndarray) -> None:
         """Last keys of groups get what makes the group's mean a special one, in place."""
-        size, unit = self.case.config.store.S, self.case.config.store.unit_tokens
+        size, unit = self.case.config.cache_config.S, self.case.config.cache_config.unit_tokens
         for row, (sequence, slot) in enumerate(zip(sequences, slots, strict=True)):
             if slot % size == size - 1:
-                where = slice(slot % unit - size + 1, slot % unit)
-                others = self.cache.k[0][slot // unit, :, where].double().sum(dim=1)
+                plan = slice(slot % unit - size + 1, slot % unit)
+                others = self.cache.k[0][slot // unit, :, plan].double().sum(dim=1)
                 k[row] = (torch.from_numpy(self.means[sequence]) * size - others).to(k.dtype)
 
     def step(self, sequences: np.ndarray, broken: bool = False) -> None:
@@ -302,9 +308,9 @@ class Run:
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_equals_write_kv(case):
     run = Run(case)
-    sealed = run.fast.pools["scale"].tensor.clone()
+    finalized = run.fast.pools["scale"].tensor.clone()
     run.decode()
-    assert not torch.equal(sealed, run.fast.pools["scale"].tensor), "no group was sealed"
+    assert not torch.equal(finalized, run.fast.pools["scale"].tensor), "no group was finalized"
     run.step(np.arange(len(run.lengths)), broken=True)
     check_equal(run.fast, run.cache)
     assert not run.cache.finite[0]
@@ -314,7 +320,7 @@ def test_equals_write_kv(case):
 
 def test_hard_units_are_hard():
     """Of a unit whose groups all have the special mean, what is left of a group hangs on the last bit of the sums."""
-    run = Run(Case(64, 2, mean_tokens=32, before=(64, 64), steps=0, tail_tokens=64))
+    run = Run(Case(64, 2, mean_tokens=32, before=(64, 64), steps=0, correction_tokens=64))
     signs = run.cache.fixed[0]["signs"]
     keys = run.cache.k[0][torch.from_numpy(run.table[:, 0])].unflatten(2, (2, -1, 2))  # [B, Hkv, 2, N, S, D]
     summary = {name: pool[torch.from_numpy(run.table[:, 0])] for name, pool in run.cache.summaries[0].items()}
@@ -329,9 +335,9 @@ def test_hard_units_are_hard():
 @torch.inference_mode()
 def test_numbers_that_have_no_scale():
     """Keys that are all zero (no scale) at a unit's end, values all zero and values whose mean has no float16 scale."""
-    case = Case(32, 2, tail_tokens=64, before=(254, 62, 62), steps=0)
+    case = Case(32, 2, correction_tokens=64, before=(254, 62, 62), steps=0)
     run = Run(case)
-    unit = case.config.store.unit_tokens
+    unit = case.config.cache_config.unit_tokens
     factors = torch.tensor([0.0, 3e38, 1e-30])[:, None, None]
     keys = torch.tensor([0.0, 1e30, 1e-30])[:, None, None]
     for name, values in (("k", keys), ("v", factors)):
@@ -346,12 +352,12 @@ def test_numbers_that_have_no_scale():
         run.fast.write(k, v, slots)
         check_equal(run.fast, run.cache)
         run.lengths += 1
-    assert (run.cache.tail.summaries[0]["mean_scale"] == 0).any()
+    assert (run.cache.correction.summaries[0]["mean_scale"] == 0).any()
 
 
 def test_without_summaries_only_rows_and_flags_change():
     run = Run(Case(16, 2, before=(255, 30)))
-    sealed = run.case.mean_tokens
+    finalized = run.case.mean_tokens
     fast = run.fast
     k, v = run.rows(2)
     slots = run.slots(np.arange(2), run.lengths)
@@ -361,24 +367,26 @@ def test_without_summaries_only_rows_and_flags_change():
     for valid in (None, pools["valid"]):
         write.write_tokens(
             k.to(DEVICE), v.to(DEVICE), here, pools["k"], pools["v"], pools["finite"][0], valid,
-            sealed_tokens=sealed, rq=None, tail=None, largest_key=None, largest_value=None,
+            span_tokens=finalized, rq=None, correction=None, largest_key=None, largest_value=None,
         )  # fmt: skip
         assert torch.equal(fast.pools["valid"].check("valid"), kept["valid"]) == (valid is None)
     for row, name in itertools.product(range(2), ("k", "v")):
-        unit, offset = divmod(int(slots[row]), run.case.config.store.unit_tokens)
+        unit, offset = divmod(int(slots[row]), run.case.config.cache_config.unit_tokens)
         kept[name][unit, :, offset] = (k if name == "k" else v)[row]
-    kept["valid"][slots // sealed] = torch.from_numpy((slots % sealed == sealed - 1).astype(np.uint8))
+    kept["valid"][slots // finalized] = torch.from_numpy((slots % finalized == finalized - 1).astype(np.uint8))
     for name, pool in fast.pools.items():
         assert torch.equal(pool.check(name), kept[name]), name
 
 
 MUTATIONS = {
-    "sealed one slot early": ("seals = offset % SEALED == SEALED - 1", "seals = offset % SEALED == SEALED - 2"),
+    "finalized one slot early": ("spans = offset % SPAN == SPAN - 1", "spans = offset % SPAN == SPAN - 2"),
     "heads mixed up": ("+ head * HEAD_STRIDE  #", "+ (1 - head) * HEAD_STRIDE  #"),
     "summaries of heads mixed up": ("group = (unit * KV_HEADS + head)", "group = (unit * KV_HEADS + 1 - head)"),
-    "valid never cleared": ("seals.to(tl.uint8), mask=head == 0", "seals.to(tl.uint8), mask=(head == 0) & seals"),
-    "tail valid never cleared": ("ends.to(tl.uint8), mask=head == 0", "ends.to(tl.uint8), mask=(head == 0) & ends"),
-    "tail of one row less": ("_sum_rows(rows, value, TAIL,", "_sum_rows(rows + TOKEN_STRIDE, value, TAIL - 1,"),
+    "valid never cleared": ("spans.to(tl.uint8), mask=head == 0", "spans.to(tl.uint8), mask=(head == 0) & spans"),
+    "correction valid never cleared": (
+        "ends.to(tl.uint8), mask=head == 0", "ends.to(tl.uint8), mask=(head == 0) & ends"
+    ),
+    "correction of one row less": ("_sum_rows(rows, value, TAIL,", "_sum_rows(rows + TOKEN_STRIDE, value, TAIL - 1,"),
     "new row left out": ("[:, None], new[None, :], x)", "[:, None], 0.0, x)"),
     "infinity passed over": ('tl.abs(key.to(tl.float32)) < float("inf")', 'tl.abs(key.to(tl.float32)) <= float("inf")'),
     "padding written": ("    if slot < 0:\n        return\n", "    slot = tl.maximum(slot, 0)\n"),
@@ -409,7 +417,7 @@ UNIT_MUTATIONS = {
     "rest plane by plane": ("packed, at, CODES + MORE, REST, False,", "packed, at, CODES + MORE, REST, True,"),
     "rest from the first byte on": ("packed, at, CODES + MORE, REST,", "packed, at, 0, REST,"),
     "scales cut off": ("(bits + 64) >> 7", "(bits >> 7)"),
-    "scale of the second bits from signs": (
+    "scale of the rescoring bits from signs": (
         "tl.sum(x * finer_levels, axis=1)", "tl.sum(x * levels, axis=1)"
     ),
     "threshold of the next group": ("(_add_halves(tl.trans(size), DIM2, GROUPS, LOG_DIM)", "(tl.max(size)"),
@@ -420,7 +428,7 @@ def mutated(name: str, folder: Path) -> ModuleType:
     """The kernel's module with one text of it or of `seal` replaced, imported from files of their own."""
     old, new = (MUTATIONS | UNIT_MUTATIONS)[name]
     made, counts = [], []
-    for module in (seal, write):
+    for module in (finalize, write):
         source = Path(module.__file__).read_text()
         counts.append(source.count(old))
         path = folder / f"mutated_{Path(module.__file__).name}"
@@ -429,7 +437,7 @@ def mutated(name: str, folder: Path) -> ModuleType:
         made.append(importlib.util.module_from_spec(spec))
         spec.loader.exec_module(made[-1])
     assert sum(counts) == 1, f"{sum(counts)} places hold {old!r}"
-    for helper in ("_seal_unit", "_seal_values", "_sum_rows"):
+    for helper in ("_finalize_unit", "_finalize_values", "_sum_rows"):
         assert hasattr(made[1], helper)
         setattr(made[1], helper, getattr(made[0], helper))
     return made[1]
@@ -439,7 +447,9 @@ def mutated(name: str, folder: Path) -> ModuleType:
 @pytest.mark.parametrize("name", [*MUTATIONS, *UNIT_MUTATIONS])
 def test_a_wrong_kernel_is_found(name, tmp_path):
     case = (
-        UNITS if name in UNIT_MUTATIONS else Case(32, 4, tail_tokens=64, mean_tokens=32, before=(126, 94, 61), steps=4)
+        UNITS
+        if name in UNIT_MUTATIONS
+        else Case(32, 4, correction_tokens=64, mean_tokens=32, before=(126, 94, 61), steps=4)
     )
     module = mutated(name, tmp_path)
     with pytest.raises(AssertionError, match=r"differ|changed|outside"):
@@ -452,45 +462,45 @@ def test_a_wrong_kernel_is_found(name, tmp_path):
 def job_of(case: Case) -> Job:
     """The launch of `write_tokens` for a model of eight kv heads."""
     config, kind = case.config, {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}[case.dtype]
-    store = config.store
-    parts = [dims // 8 for dims in part_dims(store, case.head_dim)]
-    by_mean = store.S, (parts[0], parts[1] if len(parts) == 3 else 0, parts[-1] if len(parts) > 1 else 0)
+    cache_config = config.cache_config
+    parts = [dims // 8 for dims in part_dims(cache_config, case.head_dim)]
+    by_mean = cache_config.S, (parts[0], parts[1] if len(parts) == 3 else 0, parts[-1] if len(parts) > 1 else 0)
     constants, num_warps = write.launch_constants(
-        8, case.head_dim, store.unit_tokens, store.sealed_tokens, store.tail_tokens,
-        store.mean_bits, *by_mean,
+        8, case.head_dim, cache_config.unit_tokens, cache_config.span_tokens, cache_config.correction_tokens,
+        cache_config.mean_bits, *by_mean,
     )  # fmt: skip
-    unit = config.store.unit_tokens * case.head_dim
+    unit = config.cache_config.unit_tokens * case.head_dim
     constants |= {"UNIT_STRIDE": 8 * unit, "HEAD_STRIDE": unit, "TOKEN_STRIDE": case.head_dim}
     types = dict.fromkeys(("k", "v", "k_pool", "v_pool"), kind)
     types |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32")
     types |= {"slots": "*i32", "finite": "*u8", "valid": "*u8", "codes": "*u8", "scale": "*u8", "signs": "*fp32"}
     types |= {"unit_mean": "*u8", "unit_mean_scale": "*fp16"}
-    types |= dict.fromkeys(set(fields(store, case.head_dim)) & {"more", "rest", "second", "second_scale"}, "*u8")
-    if config.store.tail_tokens:
-        types |= {"mean": "*i8", "mean_scale": "*fp16", "tail_valid": "*u8"}
-    if config.store.has_bounds:
+    types |= dict.fromkeys(set(fields(cache_config, case.head_dim)) & {"more", "rest", "second", "second_scale"}, "*u8")
+    if config.cache_config.correction_tokens:
+        types |= {"mean": "*i8", "mean_scale": "*fp16", "correction_valid": "*u8"}
+    if config.cache_config.has_bounds:
         types |= {"largest_key": "*i32", "largest_value": "*i32"}
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     return Job("eps_cuda.kernels.write", "write_kernel", types, constants, options)
 
 
 def test_compiles_for_gpus_without_spills_or_contraction():
-    usual = Case(128, 2, "bfloat16", tail_tokens=64)
-    unit = Case(128, 2, "bfloat16", tail_tokens=64, mean_tokens=64, stages=(0.25,))
+    usual = Case(128, 2, "bfloat16", correction_tokens=64)
+    unit = Case(128, 2, "bfloat16", correction_tokens=64, mean_tokens=64, cascade=(0.25,))
     others = [
-        Case(64, 4, "float16", tail_tokens=64, mean_tokens=32, mean_bits=8, stages=(0.5, 0.2)),
+        Case(64, 4, "float16", correction_tokens=64, mean_tokens=32, mean_bits=8, cascade=(0.5, 0.2)),
         Case(80, 1, "bfloat16", mean_tokens=32),
-        Case(64, 1, "bfloat16", mean_tokens=64, stages=(0.5, 0.2)),  # the default
-        Case(128, 1, "bfloat16", mean_tokens=64, stages=(0.5, 0.2)),
-        Case(256, 2, "float32", tail_tokens=64, mean_tokens=64, stages=(0.25,)),
-        Case(64, 16, "bfloat16", tail_tokens=256, bound_bits=8),
+        Case(64, 1, "bfloat16", mean_tokens=64, cascade=(0.5, 0.2)),  # the default
+        Case(128, 1, "bfloat16", mean_tokens=64, cascade=(0.5, 0.2)),
+        Case(256, 2, "float32", correction_tokens=64, mean_tokens=64, cascade=(0.25,)),
+        Case(64, 16, "bfloat16", correction_tokens=256, bound_bits=8),
     ]
     compiled = dict(zip((usual, unit), compile_ahead([job_of(usual), job_of(unit)]), strict=True))
     hopper = compile_ahead([job_of(case) for case in others], targets=(("cuda", 90, 32),))
     compiled |= dict(zip(others, hopper, strict=True))
     for case, results in compiled.items():
         for one in results:
-            print(f"D {case.head_dim} S {case.group_tokens} {one.target}: {one.registers} registers, "
+            print(f"D {case.head_dim} S {case.group_size} {one.target}: {one.registers} registers, "
                   f"{one.shared_bytes} bytes shared")  # fmt: skip
             # halves that are turned round cost heads of 80 two registers
             assert one.spilled_bytes <= (8 if case.head_dim == 80 else 0), (case, one.target, one.spilled_bytes)

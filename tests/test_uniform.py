@@ -3,27 +3,27 @@
 import numpy as np
 import pytest
 
-from eps_core import oracle
+from eps_core import reference
 from eps_core.config.bytes import scoring_bytes
+from eps_core.config.cache import METHODS, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import METHODS, CacheSpec
 from eps_core.errors import ConfigError
-from eps_core.paging.where import Where
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries import uniform
 
 LENGTHS = (1003, 640)
 
 
 def config_of(method: str = "random", seed: int = 0, **settings: object) -> EpsConfig:
-    return EpsConfig.of(method=method, seed=seed, group_tokens=4, first_tokens=0, last_tokens=0, **settings)
+    return EpsConfig.of(method=method, seed=seed, group_size=4, num_sink_tokens=0, num_recent_tokens=0, **settings)
 
 
 def scored(backend, device: str, config: EpsConfig, layer: int = 0, lengths=LENGTHS, k=None, q=None, turned=False):
     """(scores, where) of two sequences whose pages lie in order, or `turned` in the other."""
-    size = config.store.unit_tokens
+    size = config.cache_config.unit_tokens
     pages = [-(-length // size) for length in lengths]
     spec = CacheSpec(2, 3, 8, sum(pages) + 1)
-    cache = backend.new_cache(spec, config.store, device)
+    cache = backend.new_cache(spec, config.cache_config, device)
     table = np.full((2, max(pages)), -1, np.int32)
     table[0, : pages[0]], table[1, : pages[1]] = np.arange(pages[0]), pages[0] + np.arange(pages[1])
     if turned:
@@ -34,9 +34,9 @@ def scored(backend, device: str, config: EpsConfig, layer: int = 0, lengths=LENG
     keys = backend.from_numpy(np.ascontiguousarray(k, np.float32), "float32", device)
     slots = [table[b, np.arange(n) // size] * size + np.arange(n) % size for b, n in enumerate(lengths)]
     cache = backend.write_kv(cache, layer, keys, keys, np.concatenate(slots).astype(np.int64))
-    where = Where.of(config, table, np.array(lengths))
+    plan = StepPlan.of(config, table, np.array(lengths))
     queries = backend.from_numpy(np.ascontiguousarray(q, np.float32), "float32", device)
-    return backend.score(cache, layer, queries, where), where
+    return backend.score(cache, layer, queries, plan), plan
 
 
 def drawn(backend, device: str, config: EpsConfig, **settings) -> np.ndarray:
@@ -48,11 +48,11 @@ def test_it_is_the_oracles_to_the_last_bit_and_so_are_the_groups(target) -> None
     backend, device = target
     config = config_of(seed=5)
     for layer in (0, 1):
-        mine, where = scored(backend, device, config, layer)
-        theirs, _ = scored(oracle, "cpu", config, layer)
+        mine, plan = scored(backend, device, config, layer)
+        theirs, _ = scored(reference, "cpu", config, layer)
         assert np.array_equal(backend.to_numpy(mine.estimate), theirs.estimate)
         assert mine.lower is None and mine.upper is None and mine.slack is None
-        chosen, wanted = backend.select(mine, where), oracle.select(theirs, where)
+        chosen, wanted = backend.select(mine, plan), reference.select(theirs, plan)
         assert np.array_equal(backend.to_numpy(chosen.groups), wanted.groups)
 
 
@@ -82,12 +82,14 @@ def test_only_seed_layer_head_length_and_place_count(target) -> None:
 
 
 def test_it_is_uniform_in_every_direction() -> None:
-    store = config_of().store
-    phi = uniform.constants(store, 0, 4, 8)["stream"]
+    cache_config = config_of().cache_config
+    phi = uniform.constants(cache_config, 0, 4, 8)["stream"]
     draws = np.array(
         [
             [
-                uniform.score(store, {"stream": one, "groups": np.arange(256), "length": length}, {}, np.zeros(8))[0]
+                uniform.score(
+                    cache_config, {"stream": one, "groups": np.arange(256), "length": length}, {}, np.zeros(8)
+                )[0]
                 for length in range(4096, 4160)
             ]
             for one in phi
@@ -113,14 +115,14 @@ def test_its_recall_is_the_floor(target) -> None:
     recalls = {}
     for method in ("random", *METHODS[1:]):
         config = config_of(
-            method, budget=0.25, **({"refine": 0.0, "combine": "max"} if method == "rq" else {}), tail_tokens=0
+            method, budget=0.25, **({"rescore": 0.0, "combine": "max"} if method == "rq" else {}), correction_tokens=0
         )
         found = []
         for seed in range(6):
             rng = np.random.default_rng(seed)
             k, q = rng.normal(size=(sum(LENGTHS), 3, 8)) * 1.5, rng.normal(size=(2, 6, 8)) * 1.5
             config = config.replace(seed=seed)
-            truth = drawn(oracle, "cpu", config_of("oracle"), k=k, q=q)
+            truth = drawn(reference, "cpu", config_of("oracle"), k=k, q=q)
             guess = drawn(backend, device, config, k=k, q=q)
             top, mine = (np.argsort(-one, axis=2)[:, :, :40] for one in (truth, guess))
             found.append([np.isin(mine[b, h], top[b, h]).mean() for b in range(2) for h in range(3)])
@@ -132,8 +134,8 @@ def test_its_recall_is_the_floor(target) -> None:
 def test_it_stores_and_reads_nothing_and_certifies_nothing(target) -> None:
     backend, device = target
     config = config_of()
-    cache = backend.new_cache(CacheSpec(2, 3, 8, 9), config.store, device)
+    cache = backend.new_cache(CacheSpec(2, 3, 8, 9), config.cache_config, device)
     assert cache.summaries == [{}, {}] and scoring_bytes(config, 8, LENGTHS) == 0
-    assert "random" not in METHODS and not config.store.has_bounds
+    assert "random" not in METHODS and not config.cache_config.has_bounds
     with pytest.raises(ConfigError, match="looks at no key"):
         config_of(strict=True)

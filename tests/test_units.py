@@ -5,33 +5,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_conformance import anchored, as_read, eps
-from test_refine import Filled, case_of, heads_of
+from test_rescore import Filled, case_of, heads_of
 
-from eps_core import oracle
-from eps_core.config.bytes import scoring_bytes, sealed_bytes, summary_bytes, summary_group_bytes
+from eps_core import reference
+from eps_core.config.bytes import scoring_bytes, span_bytes, summary_bytes, summary_group_bytes
+from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import COMBINES, Read
-from eps_core.config.store import CacheSpec, Store
+from eps_core.config.selection import COMBINES, SelectionConfig
 from eps_core.errors import ConfigError
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend
-from eps_core.oracle.selection import best_first
-from eps_core.paging.where import Where
+from eps_core.reference.selection import best_first
 from eps_core.summaries import base, rq
 
 # a budget so small that scores read on by their shares, not in twice what is selected
-UNIT = {"mean_tokens": 64, "mean_bits": 4, "stages": (0.25,), "refine": 0.0625, "tail_tokens": 0, "budget": 0.002}
+UNIT = {
+    "mean_tokens": 64,
+    "mean_bits": 4,
+    "cascade": (0.25,),
+    "rescore": 0.0625,
+    "correction_tokens": 0,
+    "budget": 0.002,
+}
 
 
 def units_case(lengths=(600, 290, 37), head_dim: int = 64, **more):
     config = {**UNIT, **more}
-    return case_of(lengths, refine=config.pop("refine"), config=config, head_dim=head_dim)
+    return case_of(lengths, rescore=config.pop("rescore"), config=config, head_dim=head_dim)
 
 
 def score_with(one: Filled, **changed) -> np.ndarray:
     """Estimates of the same cache read otherwise."""
-    config = EpsConfig.over(one.case.config.store, Read(**changed))
+    config = EpsConfig.over(one.case.config.cache_config, SelectionConfig(**changed))
     return one.backend.to_numpy(
-        one.backend.score(one.cache, 0, one.native, Where.of(config, one.table, one.lengths)).estimate
+        one.backend.score(one.cache, 0, one.native, StepPlan.of(config, one.table, one.lengths)).estimate
     ).astype(np.float64)
 
 
@@ -55,34 +62,34 @@ def test_a_scale_of_one_byte_is_within_a_sixteenth() -> None:
     (2, 96, (96,)), (3, 20, (20,)), (2, 64, (32, 32)), (3, 64, (16, 16, 32)),
 ])  # fmt: skip
 def test_the_parts_of_a_code(parts: int, head_dim: int, dims: tuple[int, ...]) -> None:
-    store = Store(method="rq", mean_tokens=64, parts=parts)
-    assert rq.part_dims(store, head_dim) == dims and sum(dims) == head_dim
-    fields = rq.fields(store, head_dim)
+    cache_config = CacheConfig(method="rq", mean_tokens=64, parts=parts)
+    assert rq.part_dims(cache_config, head_dim) == dims and sum(dims) == head_dim
+    fields = rq.fields(cache_config, head_dim)
     assert [name for name in fields if name in ("codes", "more", "rest")] == list(rq.PARTS[len(dims)])
     assert [fields[name].part for name in rq.PARTS[len(dims)]] == list(range(len(dims)))
 
 
 def test_bytes_are_counted_stage_by_stage() -> None:
-    config = EpsConfig.of(method="rq", group_tokens=2, **UNIT)
+    config = EpsConfig.of(method="rq", group_size=2, **UNIT)
     # of 64 tokens: a mean of 4 bits and its scale, 32 scales, the first half of 32 codes
     read_of_all = 64 + 2 + 32 + 32 * 8
     assert scoring_bytes(config, 128, [2000]) == 32 * read_of_all + 250 * 8 + 63 * (16 + 1)
     assert scoring_bytes(config, 128, [2000, 64]) - scoring_bytes(config, 128, [2000]) == read_of_all + 8 * 8 + 2 * 17
-    assert sealed_bytes(config.store, 128) == read_of_all + 32 * 8 + 32 * 17
-    assert summary_group_bytes(config.store, 128) == sealed_bytes(config.store, 128) / 32
-    assert summary_bytes(config.store, 2, 3, 128, 130) == 2 * 3 * 3 * sealed_bytes(config.store, 128)
+    assert span_bytes(config.cache_config, 128) == read_of_all + 32 * 8 + 32 * 17
+    assert summary_group_bytes(config.cache_config, 128) == span_bytes(config.cache_config, 128) / 32
+    assert summary_bytes(config.cache_config, 2, 3, 128, 130) == 2 * 3 * 3 * span_bytes(config.cache_config, 128)
     quarters = EpsConfig.of(
         method="rq",
         budget=0.002,
-        group_tokens=2,
-        tail_tokens=0,
+        group_size=2,
+        correction_tokens=0,
         mean_tokens=32,
         mean_bits=8,
-        stages=(0.5, 0.2),
-        refine=0,
+        cascade=(0.5, 0.2),
+        rescore=0,
     )
     assert scoring_bytes(quarters, 128, [3200]) == 100 * (128 + 2 + 16 + 16 * 4) + 800 * 4 + 320 * 8
-    whole = EpsConfig.over(config.store)  # no stage: every part of all
+    whole = EpsConfig.over(config.cache_config)  # no stage: every part of all
     assert scoring_bytes(whole, 128, [2000]) == 32 * read_of_all + 1000 * 8
     share = scoring_bytes(config, 128, [65536]) / (65536 * 2 * 2 * 128)
     assert 0.0135 < share < 0.0145
@@ -91,8 +98,8 @@ def test_bytes_are_counted_stage_by_stage() -> None:
 def test_codes_are_those_of_the_definition(target) -> None:
     """Decoded from what is stored: the mean within half a step of each dimension, the signs those of the rest, and the
     first part of the codes byte by byte."""
-    one = Filled(target, units_case((320, 130), stages=(0.5, 0.2), mean_tokens=32))
-    store = one.case.config.store
+    one = Filled(target, units_case((320, 130), cascade=(0.5, 0.2), mean_tokens=32))
+    cache_config = one.case.config.cache_config
     for b, head in heads_of(one):
         full = int(one.lengths[b]) // 32
         stored = {
@@ -100,13 +107,13 @@ def test_codes_are_those_of_the_definition(target) -> None:
             for name in one.cache.summaries[0]
         }
         assert stored["codes"].shape == (full, 2, 16) and stored["rest"].shape == (full, 16, 4)
-        turned = rq.rotate(one.means(b, head)[: full * 16], store.seed).reshape(full, 16, 64)
+        turned = rq.rotate(one.means(b, head)[: full * 16], cache_config.seed).reshape(full, 16, 64)
         codes = rq.unpack_codes(stored["mean"], 4, 64).astype(int) - 8
         scale = stored["mean_scale"].astype(np.float64)[:, None]
         assert np.abs(codes).max() == 7
         assert (np.abs(codes * scale - turned.mean(axis=1)) <= scale * (0.5 + 1e-3)).all()
         rest = turned - (codes * scale)[:, None]
-        signs = rq._signs(store, stored, 64, 3)
+        signs = rq._signs(cache_config, stored, 64, 3)
         assert (signs == np.where(rest >= 0, 1, -1)).mean() > 0.999
         wanted = (rest**2).sum(axis=2) / np.abs(rest).sum(axis=2)
         assert (np.abs(base.from_byte(stored["scale"]) / wanted - 1) < 1 / 14).all()
@@ -121,9 +128,9 @@ def test_a_part_of_the_dimensions_estimates_them_all() -> None:
     k, a = rng.normal(size=(64, 64)) + rng.normal(size=64), rng.normal(size=64)
     gaps = []
     for seed in range(300):
-        store = Store(method="rq", mean_tokens=64, mean_bits=8, parts=2, seed=seed)
-        summary = {name: np.asarray(x)[None] for name, x in rq.build(store, {}, k).items()}
-        gaps.append(rq.stage(store, summary, a, 1) - rq.stage(store, summary, a, 2))
+        cache_config = CacheConfig(method="rq", mean_tokens=64, mean_bits=8, parts=2, seed=seed)
+        summary = {name: np.asarray(x)[None] for name, x in rq.build(cache_config, {}, k).items()}
+        gaps.append(rq.stage(cache_config, summary, a, 1) - rq.stage(cache_config, summary, a, 2))
     gaps = np.array(gaps)
     assert (np.abs(gaps.mean(axis=0)) < 5 * gaps.std(axis=0) / np.sqrt(len(gaps))).all() and gaps.std() > 0.1
 
@@ -140,20 +147,20 @@ def test_no_two_dimensions_hide_from_half_a_code(head_dim: int) -> None:
 
 
 @pytest.mark.kernels("numba")
-@pytest.mark.parametrize("stages", [(0.25,), (0.37,), (0.5, 0.2), (1.0,)], ids=str)
-@pytest.mark.parametrize("refine", [0.0, 0.1])
+@pytest.mark.parametrize("cascade", [(0.25,), (0.37,), (0.5, 0.2), (1.0,)], ids=str)
+@pytest.mark.parametrize("rescore", [0.0, 0.1])
 @pytest.mark.parametrize("combine", COMBINES)
-def test_exactly_the_best_are_read_further(target, stages, refine, combine) -> None:
+def test_exactly_the_best_are_read_further(target, cascade, rescore, combine) -> None:
     """Judged by the estimates of every group read one part, two parts, .. and refined."""
-    one = Filled(target, units_case(stages=stages, refine=refine, combine=combine))
-    got, parts = one.estimate(), len(stages) + 1
-    store = one.case.config.store
+    one = Filled(target, units_case(cascade=cascade, rescore=rescore, combine=combine))
+    got, parts = one.estimate(), len(cascade) + 1
+    cache_config = one.case.config.cache_config
     stored = {name: one.stored(name) for name in one.cache.summaries[0]}
     for b, head in heads_of(one):
-        seals = int(one.lengths[b]) // 64
-        if not seals:
+        spans = int(one.lengths[b]) // 64
+        if not spans:
             continue
-        own = {name: array[one.table[b, :seals], head, 0] for name, array in stored.items()}
+        own = {name: array[one.table[b, :spans], head, 0] for name, array in stored.items()}
         heads = one.q[b].reshape(one.case.num_kv_heads, -1, 64)[head].astype(np.float64) / 8
         first = as_read(one.case, one.keys[b][:1, head])[0]
 
@@ -164,60 +171,62 @@ def test_exactly_the_best_are_read_further(target, stages, refine, combine) -> N
             return np.logaddexp.reduce(one) if combine == "sum" and last else one.max(axis=0)
 
         by_part = [
-            of_all([rq.stage(store, own, a, part) for a in heads], part == parts and not refine)
+            of_all([rq.stage(cache_config, own, a, part) for a in heads], part == parts and not rescore)
             for part in range(1, parts + 1)
         ]
-        left, want = np.arange(32 * seals), by_part[0].copy()
-        for share, finer in zip(stages, by_part[1:], strict=True):
+        left, want = np.arange(32 * spans), by_part[0].copy()
+        for share, finer in zip(cascade, by_part[1:], strict=True):
             count = int(np.ceil(share * -(-one.lengths[b] // 2)))
             left = np.sort(left[best_first(want[left])[:count]])
             want[left] = finer[left]
-        if refine:
-            left = left[best_first(want[left])[: int(np.ceil(refine * -(-one.lengths[b] // 2)))]]
-            want[left] = of_all([rq.refine(store, {}, own, a) for a in heads], True)[left]
-        np.testing.assert_allclose(got[b, head, : 32 * seals], want, atol=2e-5)
+        if rescore:
+            left = left[best_first(want[left])[: int(np.ceil(rescore * -(-one.lengths[b] // 2)))]]
+            want[left] = of_all([rq.rescore(cache_config, {}, own, a) for a in heads], True)[left]
+        np.testing.assert_allclose(got[b, head, : 32 * spans], want, atol=2e-5)
 
 
 def test_a_read_without_stages_reads_every_code_whole(target) -> None:
-    one = Filled(target, units_case(refine=0.0, combine="max"))
-    whole = Filled(target, units_case(refine=0.0, stages=(), combine="max"))
+    one = Filled(target, units_case(rescore=0.0, combine="max"))
+    whole = Filled(target, units_case(rescore=0.0, cascade=(), combine="max"))
     known = np.isfinite(one.estimate())
     np.testing.assert_allclose(score_with(one)[known], whole.estimate()[known], atol=1e-6)
     assert np.abs(one.estimate()[known] - whole.estimate()[known]).max() > 0.1
 
 
 @pytest.mark.kernels("numba")
-@pytest.mark.parametrize("refine", [0.0, 1.0])
-def test_groups_that_say_the_same_tie_to_the_bit(target, refine) -> None:
+@pytest.mark.parametrize("rescore", [0.0, 1.0])
+def test_groups_that_say_the_same_tie_to_the_bit(target, rescore) -> None:
     """Of one unit: by scales and sums that differ, too, as long as their product is equal."""
-    config = {"mean_tokens": 64, "stages": (1.0,)}
-    one = Filled(target, case_of((1300, 900), refine, config=config, head_dim=64, num_heads=2, num_kv_heads=2))
-    got, store, ties = one.estimate(), one.case.config.store, 0
+    config = {"mean_tokens": 64, "cascade": (1.0,)}
+    one = Filled(target, case_of((1300, 900), rescore, config=config, head_dim=64, num_heads=2, num_kv_heads=2))
+    got, cache_config, ties = one.estimate(), one.case.config.cache_config, 0
     stored = {name: one.stored(name) for name in one.cache.summaries[0]}
     for b, head in heads_of(one):
-        seals = int(one.lengths[b]) // 64
-        own = {name: array[one.table[b, :seals], head, 0] for name, array in stored.items()}
-        integers, _ = rq.rounded_query(rq.rotate_query(one.q[b, head] / np.float32(8), store.seed))
-        levels, scale = rq._signs(store, own, 64, 2), own["scale"]
-        if refine:
+        spans = int(one.lengths[b]) // 64
+        own = {name: array[one.table[b, :spans], head, 0] for name, array in stored.items()}
+        integers, _ = rq.rounded_query(rq.rotate_query(one.q[b, head] / np.float32(8), cache_config.seed))
+        levels, scale = rq._signs(cache_config, own, 64, 2), own["scale"]
+        if rescore:
             levels, scale = levels + rq.unpack_codes(own["second"], 1, 64) - 0.5, own["second_scale"]
         said = base.from_byte(scale) * (levels @ integers)
-        for seal in range(seals):
-            _, first, which = np.unique(said[seal], return_index=True, return_inverse=True)
-            estimate = got[b, head, 32 * seal : 32 * (seal + 1)]
+        for span in range(spans):
+            _, first, which = np.unique(said[span], return_index=True, return_inverse=True)
+            estimate = got[b, head, 32 * span : 32 * (span + 1)]
             assert (estimate == estimate[first][which]).all()
             ties += len(which) - len(first)
     assert ties > 10
 
 
 def test_all_backends_visit_the_same_groups() -> None:
-    for case in (units_case((700, 290)), units_case((700, 290), stages=(0.5, 0.2), mean_tokens=32, head_dim=128)):
+    for case in (units_case((700, 290)), units_case((700, 290), cascade=(0.5, 0.2), mean_tokens=32, head_dim=128)):
         ones = [Filled((load_backend(name), "cpu"), case) for name in ("mlx", "cuda", "numpy")]
-        visited = [
-            one.backend.to_numpy(one.backend.select(one.scores(), Where.of(case.config, one.table, one.lengths)).groups)
+        selected = [
+            one.backend.to_numpy(
+                one.backend.select(one.scores(), StepPlan.of(case.config, one.table, one.lengths)).groups
+            )
             for one in ones
         ]
-        assert np.array_equal(visited[0], visited[1]) and np.array_equal(visited[0], visited[2])
+        assert np.array_equal(selected[0], selected[1]) and np.array_equal(selected[0], selected[2])
         for name in ones[0].cache.summaries[0]:
             assert np.array_equal(ones[0].stored(name), ones[1].stored(name)), name
 
@@ -240,17 +249,19 @@ class Written:
 
     def __init__(self, target, num_units: int = 6, **config) -> None:
         self.backend, self.device = target
-        self.config = eps("rq", group_tokens=2, **{**UNIT, **config})
-        self.cache = self.backend.new_cache(CacheSpec(1, 2, 32, num_units), self.config.store, self.device)
+        self.config = eps("rq", group_size=2, **{**UNIT, **config})
+        self.cache = self.backend.new_cache(CacheSpec(1, 2, 32, num_units), self.config.cache_config, self.device)
 
     def write(self, k: np.ndarray, slots: np.ndarray, place: bool = False) -> None:
         native = self.backend.from_numpy(np.ascontiguousarray(k), "float32", self.device)
-        self.cache = (self.backend.place_kv if place else self.backend.write_kv)(self.cache, 0, native, native, slots)
+        self.cache = (self.backend.write_kv_tentative if place else self.backend.write_kv)(
+            self.cache, 0, native, native, slots
+        )
 
     def missing(self, length: int, table=(0, 1, 2, 3)) -> np.ndarray:
-        where = Where.of(self.config, np.array([table]), np.array([length]))
+        plan = StepPlan.of(self.config, np.array([table]), np.array([length]))
         q = self.backend.from_numpy(np.ones((1, 2, 32), np.float32), "float32", self.device)
-        return np.isposinf(self.backend.to_numpy(self.backend.score(self.cache, 0, q, where).estimate))[0, 0]
+        return np.isposinf(self.backend.to_numpy(self.backend.score(self.cache, 0, q, plan).estimate))[0, 0]
 
     def stored(self, unit: int) -> dict[str, np.ndarray]:
         return {name: self.backend.to_numpy(pool)[unit] for name, pool in self.cache.summaries[0].items()}
@@ -265,8 +276,8 @@ def test_a_unit_is_summarised_once_its_last_token_is_written(target) -> None:
     k, one, whole = keys(130), Written(target), Written(target)
     for at in range(130):
         one.write(k[at : at + 1], np.array([at]))
-        sealed = (at + 1) // 64 * 32
-        assert not one.missing(at + 1)[:sealed].any() and one.missing(at + 1)[sealed : -(-(at + 1) // 2)].all()
+        finalized = (at + 1) // 64 * 32
+        assert not one.missing(at + 1)[:finalized].any() and one.missing(at + 1)[finalized : -(-(at + 1) // 2)].all()
     whole.write(k, np.arange(130))
     for unit in (0, 1):
         for name, value in one.stored(unit).items():
@@ -309,9 +320,9 @@ def test_a_fork_goes_on_from_a_copied_open_unit(target) -> None:
     one.cache = one.backend.copy_units(one.cache, [1], [4])
     one.write(mine[:28], np.arange(100, 128))
     one.write(theirs[:28], np.arange(4 * 64 + 36, 5 * 64))
-    for unit, tail in ((1, mine), (4, theirs)):
+    for unit, correction in ((1, mine), (4, theirs)):
         fresh = Written(target)
-        fresh.write(np.concatenate([k[64:], tail[:28]]), np.arange(64))
+        fresh.write(np.concatenate([k[64:], correction[:28]]), np.arange(64))
         for name, value in one.stored(unit).items():
             assert np.array_equal(value, fresh.stored(0)[name]), (unit, name)
     assert not one.missing(128, (0, 4, 2, 3))[:64].any()
@@ -322,7 +333,7 @@ def test_a_fork_goes_on_from_a_copied_open_unit(target) -> None:
 def test_units_written_in_any_pieces_are_those_written_whole(data) -> None:
     """Float64: pieces, rewinds and reuse of units, against one write of what is there at last."""
     mean_tokens = data.draw(st.sampled_from([32, 64]))
-    one = Written((oracle, "cpu"), mean_tokens=mean_tokens, block_size=64)
+    one = Written((reference, "cpu"), mean_tokens=mean_tokens, block_size=64)
     k, length = np.zeros((256, 2, 32), np.float32), 0
     for step in range(data.draw(st.integers(2, 7))):
         length = data.draw(st.integers(0, length))  # back to here
@@ -331,13 +342,13 @@ def test_units_written_in_any_pieces_are_those_written_whole(data) -> None:
         if count:
             one.write(k[length : length + count], np.arange(length, length + count))
         length += count
-    fresh = Written((oracle, "cpu"), mean_tokens=mean_tokens, block_size=64)
+    fresh = Written((reference, "cpu"), mean_tokens=mean_tokens, block_size=64)
     fresh.write(k[:length], np.arange(length))
     assert np.array_equal(one.missing(length), fresh.missing(length))
     per_unit = 64 // mean_tokens
-    for seal in range(length // mean_tokens):
-        for name, value in one.stored(seal // per_unit).items():
-            assert np.array_equal(value[:, seal % per_unit], fresh.stored(seal // per_unit)[name][:, seal % per_unit])
+    for span in range(length // mean_tokens):
+        for name, value in one.stored(span // per_unit).items():
+            assert np.array_equal(value[:, span % per_unit], fresh.stored(span // per_unit)[name][:, span % per_unit])
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -345,30 +356,34 @@ def test_units_written_in_any_pieces_are_those_written_whole(data) -> None:
 
 def test_what_is_usual() -> None:
     usual = EpsConfig.of(method="rq")
-    assert usual.store.mean_tokens == 64 and usual.store.S == 1 and usual.store.parts == 1 + len(usual.read.stages) > 1
+    assert (
+        usual.cache_config.mean_tokens == 64
+        and usual.cache_config.S == 1
+        and usual.cache_config.parts == 1 + len(usual.selection_config.cascade) > 1
+    )
     assert EpsConfig.from_dict(usual.to_dict()) == usual
-    assert EpsConfig.of(method="rq", stages=(0.05,)).read.refine == 0.05  # no more than is read whole
-    assert EpsConfig.of(method="rq", refine=0.6).read.stages == (0.6,)
-    assert EpsConfig.of(method="rq", tail_tokens=32).store.mean_tokens == 32
+    assert EpsConfig.of(method="rq", cascade=(0.05,)).selection_config.rescore == 0.05  # no more than is read whole
+    assert EpsConfig.of(method="rq", rescore=0.6).selection_config.cascade == (0.6,)
+    assert EpsConfig.of(method="rq", correction_tokens=32).cache_config.mean_tokens == 32
     bounded = EpsConfig.of(method="rq", rq_bounds=True)
-    assert bounded.store.mean_tokens == 64 and bounded.read.stages == ()
-    assert EpsConfig.of(method="box").store.mean_tokens == 0
+    assert bounded.cache_config.mean_tokens == 64 and bounded.selection_config.cascade == ()
+    assert EpsConfig.of(method="box").cache_config.mean_tokens == 0
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
-    ({"mean_tokens": 16}, "eps-unit-tokens 16 is not 32 or 64"),
-    ({"mean_tokens": 0}, "eps-unit-tokens 0 is not 32 or 64"),
+    ({"mean_tokens": 16}, "eps-mean-tokens 16 is not 32 or 64"),
+    ({"mean_tokens": 0}, "eps-mean-tokens 0 is not 32 or 64"),
     ({"method": "box", "mean_tokens": 32}, "not for method box"),
-    ({"mean_tokens": 32, "group_tokens": 32}, "no multiple of the group of 32 tokens"),
-    ({"mean_tokens": 64, "tail_tokens": 32}, "does not fit"),
+    ({"mean_tokens": 32, "group_size": 32}, "no multiple of the group of 32 tokens"),
+    ({"mean_tokens": 64, "correction_tokens": 32}, "does not fit"),
     ({"mean_bits": 3}, "eps-mean-bits 3 is not 4 or 8"),
-    ({"stages": (0.5, 0.4, 0.3)}, "up to 2 shares"),
-    ({"stages": (1.5,)}, "eps-stages 1.5 is not"),
-    ({"stages": (0.2, 0.5)}, "rise"),
-    ({"stages": (0.05,), "refine": 0.1}, "eps-stages 0.05 and then eps-refine 0.1 rise"),
-    ({"method": "box", "stages": (0.25,)}, "eps-stages reads rq codes in parts, and method box has none"),
+    ({"cascade": (0.5, 0.4, 0.3)}, "up to 2 shares"),
+    ({"cascade": (1.5,)}, "eps-cascade 1.5 is not"),
+    ({"cascade": (0.2, 0.5)}, "rise"),
+    ({"cascade": (0.05,), "rescore": 0.1}, "eps-cascade 0.05 and then eps-rescore 0.1 rise"),
+    ({"method": "box", "cascade": (0.25,)}, "eps-cascade reads rq codes in parts, and method box has none"),
     ({"method": "box", "mean_bits": 8}, "eps-mean-bits 8 is of a unit's mean"),
-    ({"stages": (0.25,), "rq_bounds": True}, "eps-rq-bounds reads the whole code"),
+    ({"cascade": (0.25,), "rq_bounds": True}, "eps-rq-bounds reads the whole code"),
 ], ids=str)  # fmt: skip
 def test_contradictions_are_one_line(wrong: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -377,4 +392,4 @@ def test_contradictions_are_one_line(wrong: dict, words: str) -> None:
 
 def test_a_read_in_more_parts_than_are_kept_is_refused() -> None:
     with pytest.raises(ConfigError, match="in more parts than the 2"):
-        EpsConfig.over(EpsConfig.of(method="rq", stages=(0.25,)).store, Read(stages=(0.5, 0.2)))
+        EpsConfig.over(EpsConfig.of(method="rq", cascade=(0.25,)).cache_config, SelectionConfig(cascade=(0.5, 0.2)))

@@ -3,7 +3,7 @@
 import pytest
 from verified_runs import DRAWN, GREEDY, Model, assert_same_state, eps, prompt, saved
 
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 
 pytestmark = pytest.mark.kernels("numba", "metal")
 
@@ -11,7 +11,7 @@ CONFIGS = {
     "rq": eps("rq"),
     "meanstd": eps("meanstd"),
     "box": eps("box"),
-    "tails": eps("rq", tail_tokens=64),
+    "tails": eps("rq", correction_tokens=64),
     "strict": eps("box", strict=True, epsilon=0.3),
 }
 
@@ -23,6 +23,6 @@ def test_every_backend_says_the_dense_text(target, name: str) -> None:
     prompts = [prompt(290), prompt(41, 1)]
     for sampling in (GREEDY, DRAWN):
         want = model.dense(prompts, config, 11, sampling)
-        got = model.verified(prompts, config, 11, sampling, Verify("tokens", 5))
+        got = model.verified(prompts, config, 11, sampling, SpeculativeConfig("tokens", 5))
         assert got.said == want.said, sampling
         assert_same_state(model, got, want, 1e-4)

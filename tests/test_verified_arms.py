@@ -1,17 +1,17 @@
-"""Verified decoding as an arm: what `run`, `evaluate` and `grid` hand on, and what a cell counts as equal to dense."""
+"""Verified decoding as a variant: what `run`, `evaluate` and `grid` hand on, and what cells count as equal to dense."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from eps_core.config.read import Read
-from eps_core.config.verify import Verify
+from eps_core.config.selection import SelectionConfig
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.evaluation import measure, runner
 from eps_core.evaluation.runner import Document, Outcome
 from experiments.grid.grid_verified import Measured
 
-TOKENS = Verify("tokens")
+TOKENS = SpeculativeConfig("tokens")
 
 
 def test_a_document_that_parts_from_dense_is_not_equal() -> None:
@@ -43,7 +43,7 @@ def test_a_verified_decode_is_told_where_to_stop(monkeypatch: pytest.MonkeyPatch
     session: Any = SimpleNamespace(
         decoder="decoder", drafter=lambda verify: "small", check_kernels=lambda *a, **k: None
     )
-    cache, pool = SimpleNamespace(store=SimpleNamespace(enabled=True)), SimpleNamespace()
-    _, after = runner.decode(session, cache, pool, [Document([1], 4, stop=(7,))], Read(), verify=TOKENS)  # type: ignore[arg-type]
+    cache, pool = SimpleNamespace(cache_config=SimpleNamespace(enabled=True)), SimpleNamespace()
+    _, after = runner.decode(session, cache, pool, [Document([1], 4, stop=(7,))], SelectionConfig(), verify=TOKENS)  # type: ignore[arg-type]
     assert after == "cache" and given[0][-2:] == (TOKENS, (7,)) and given[0][3:5] == ([[1]], 4)
     assert given[1] == {"drafter": "small"}

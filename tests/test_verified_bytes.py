@@ -8,13 +8,13 @@ import pytest
 from verified_runs import DRAWN, GREEDY, Drafter, Model, eps, judge, prompt, saved
 
 from eps_core.config.bytes import scoring_bytes
-from eps_core.config.verify import Verify
-from eps_core.telemetry.rounds import RoundRecord, by_depth, divergences, summarise_rounds
+from eps_core.config.speculative import SpeculativeConfig
+from eps_core.metrics.rounds import RoundRecord, by_depth, divergences, summarise_rounds
 
 CONFIGS = {
     "meanstd": eps("meanstd", budget=0.3),
     "box, bounds": eps("box", policy="threshold", top_pages=2),
-    "tails": eps("meanstd", budget=0.1, tail_tokens=16),
+    "tails": eps("meanstd", budget=0.1, correction_tokens=16),
     "dense layers": eps("meanstd", budget=0.3, head_modes=(("dense",) * 4, ("gate",) * 4)),
 }
 PROMPTS = [prompt(45), prompt(22, 1)]
@@ -27,7 +27,7 @@ def test_rounds_count_every_read(target: Any, name: str, gamma: int) -> None:
     backend, device = target
     model, config = Model(backend, device, saved("llama2"), units=16), CONFIGS[name]
     before = model.start(PROMPTS, config)[0].kv_bytes_read
-    run = model.verified(PROMPTS, config, 8, GREEDY, Verify("tokens", gamma))
+    run = model.verified(PROMPTS, config, 8, GREEDY, SpeculativeConfig("tokens", gamma))
     assert run.cache.kv_bytes_read - before == sum(getattr(r, part) for r in run.records for part in TOTAL)
     token_bytes = model.spec.num_layers * model.spec.num_kv_heads * run.cache.spec.kv_token_bytes
     lengths = [len(one) - 1 for one in PROMPTS]
@@ -51,7 +51,7 @@ def test_rounds_count_every_read(target: Any, name: str, gamma: int) -> None:
 
 def test_summaries_of_drafts_are_counted() -> None:
     model, config = judge(), CONFIGS["meanstd"]
-    run = model.verified(PROMPTS[:1], config, 8, GREEDY, Verify("tokens", 3))
+    run = model.verified(PROMPTS[:1], config, 8, GREEDY, SpeculativeConfig("tokens", 3))
     length = len(PROMPTS[0]) - 1
     for record in run.records:
         each = [scoring_bytes(config, model.spec.head_dim, [length + 1 + depth]) for depth in range(record.drafted[0])]
@@ -65,7 +65,7 @@ def test_bytes_a_token_are_those_of_the_formula(gamma: int, right: bool) -> None
     """(g f + 1) / E: g drafts that read the share f of dense reading, one dense pass, E tokens."""
     model, config = judge(), CONFIGS["meanstd"]
     drafter = Drafter(model) if right else Drafter(model, lambda logits: 1e3 * np.eye(300)[[299] * len(logits)])
-    run = model.verified([prompt(120)], config, 28, DRAWN, Verify("tokens", gamma), drafter=drafter)
+    run = model.verified([prompt(120)], config, 28, DRAWN, SpeculativeConfig("tokens", gamma), drafter=drafter)
     records = [r for r in run.records if r.drafted == [gamma]]
     assert len(records) > 2
     spec = run.cache.spec
@@ -83,14 +83,16 @@ def test_bytes_a_token_are_those_of_the_formula(gamma: int, right: bool) -> None
 
 def test_the_audit_is_the_divergence_of_the_two_steps() -> None:
     """And none where the draft reads all."""
-    run = judge().verified(PROMPTS, eps("meanstd", budget=1.0), 10, GREEDY, Verify("tokens", 4))
+    run = judge().verified(PROMPTS, eps("meanstd", budget=1.0), 10, GREEDY, SpeculativeConfig("tokens", 4))
     for record in run.records:
         assert len(record.audit_kl) == len(record.audit_tv) == max(record.drafted)
         assert max(record.audit_tv, default=0) < 1e-5 and max(record.audit_kl, default=0) < 1e-6
-        assert max(record.mass_skipped_true or [0]) < 1e-6
+        assert max(record.skipped_mass_true_max or [0]) < 1e-6
         assert record.accepted == record.drafted
-    run = judge().verified(PROMPTS, eps("meanstd", budget=0.1, last_tokens=1), 10, GREEDY, Verify("tokens", 1, 1))
-    skipped = [share for r in run.records for share in r.mass_skipped_true or ()]
+    run = judge().verified(
+        PROMPTS, eps("meanstd", budget=0.1, num_recent_tokens=1), 10, GREEDY, SpeculativeConfig("tokens", 1, 1)
+    )
+    skipped = [share for r in run.records for share in r.skipped_mass_true_max or ()]
     assert min(skipped) > 0.01 and max(skipped) < 1
     assert min(tv for r in run.records for tv in r.audit_tv) > 1e-4
     p, q = np.array([[0.5, 0.3, 0.2]]), np.array([[0.2, 0.3, 0.5]])
@@ -101,7 +103,7 @@ def test_the_audit_is_the_divergence_of_the_two_steps() -> None:
 
 def test_the_time_of_a_token_is_that_of_all_sequences() -> None:
     """A round whose sequences say 7 and 1 tokens gives a sequence 4: not one of them the time of the other's."""
-    run = judge().verified(PROMPTS, CONFIGS["meanstd"], 8, GREEDY, Verify("tokens", 6), drafter=None)
+    run = judge().verified(PROMPTS, CONFIGS["meanstd"], 8, GREEDY, SpeculativeConfig("tokens", 6), drafter=None)
     record = replace(run.records[0], sequences=[0] * 7 + [1], tokens=[0] * 8, emitted=[7, 1], round_ms=80.0)
     assert summarise_rounds([record])["decode_ms_p50"] == 20.0
 
@@ -112,14 +114,14 @@ def test_acceptance_by_depth_counts_what_could_be_accepted() -> None:
 
 
 def test_the_margin_of_a_round_is_its_closest() -> None:
-    run = judge().verified(PROMPTS, CONFIGS["meanstd"], 10, DRAWN, Verify("tokens", 4))
+    run = judge().verified(PROMPTS, CONFIGS["meanstd"], 10, DRAWN, SpeculativeConfig("tokens", 4))
     for record in run.records:
         assert len(record.margins) == len(record.tokens) and record.top2_margin_min == min(record.margins)
         assert "margins" not in record.to_dict() and record.to_dict()["type"] == "round"
 
 
 def test_a_record_that_contradicts_itself_is_refused() -> None:
-    run = judge().verified(PROMPTS, CONFIGS["meanstd"], 10, GREEDY, Verify("tokens", 4))
+    run = judge().verified(PROMPTS, CONFIGS["meanstd"], 10, GREEDY, SpeculativeConfig("tokens", 4))
     record: RoundRecord = run.records[0]
     record.check()
     for name in ("accepted", "emitted", "tokens", "accepted_by_depth"):

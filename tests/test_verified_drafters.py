@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from verified_runs import DRAWN, GREEDY, Drafter, Model, check_rounds, eps, judge, prompt
 
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 
 CONFIG = eps("box", budget=0.3)
 PROMPTS = (prompt(45), prompt(22, 1))
@@ -57,7 +57,7 @@ PLACED: dict[str, dict[str, Any]] = {
 }
 
 
-def drafted(model: Model, sampling: Any, verify: Verify, **how: Any) -> tuple[list, Drafter]:
+def drafted(model: Model, sampling: Any, verify: SpeculativeConfig, **how: Any) -> tuple[list, Drafter]:
     drafter = Drafter(model, **how)
     return check_rounds(model, PROMPTS, CONFIG, TOKENS, sampling, verify, drafter), drafter
 
@@ -71,7 +71,7 @@ def test_these_prompts_never_say_the_constant() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("name", [*WRONG, *PLACED])
 def test_a_wrong_drafter_changes_no_token(name: str, sampling: Any) -> None:
-    records, drafter = drafted(judge(), sampling, Verify("tokens", 4), **(WRONG | PLACED)[name])
+    records, drafter = drafted(judge(), sampling, SpeculativeConfig("tokens", 4), **(WRONG | PLACED)[name])
     assert drafter.steps and sum(sum(r.drafted) for r in records) > 10
     if name == "one token":
         assert sum(sum(r.accepted) for r in records) == 0
@@ -80,7 +80,7 @@ def test_a_wrong_drafter_changes_no_token(name: str, sampling: Any) -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_drafter_is_a_fallback(name: str) -> None:
-    records, _ = drafted(judge(), DRAWN, Verify("tokens", 4), **BROKEN[name])
+    records, _ = drafted(judge(), DRAWN, SpeculativeConfig("tokens", 4), **BROKEN[name])
     assert len(records) == TOKENS and not any(sum(r.drafted) for r in records)
     # two sequences in each round that had room for a draft
     assert [r.fallbacks for r in records] == [{"non_finite": 2}] * (TOKENS - 1) + [{}]
@@ -93,7 +93,7 @@ def test_a_drafter_that_breaks_for_one_sequence_drafts_for_the_others() -> None:
             logits[1] = np.nan
         return logits
 
-    records, _ = drafted(judge(), GREEDY, Verify("tokens", 3), change=first_alone)
+    records, _ = drafted(judge(), GREEDY, SpeculativeConfig("tokens", 3), change=first_alone)
     both = [r for r in records if len(r.drafted) == 2 and r.fallbacks]
     assert both and all(r.drafted[1] == 0 and r.fallbacks == {"non_finite": 1} for r in both)
     assert any(r.drafted[0] for r in both)
@@ -102,7 +102,7 @@ def test_a_drafter_that_breaks_for_one_sequence_drafts_for_the_others() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("gamma", [1, 3, 13])
 def test_a_drafter_that_is_always_right_is_always_accepted(gamma: int, sampling: Any) -> None:
-    records, _ = drafted(judge(), sampling, Verify("tokens", gamma), dense=True)
+    records, _ = drafted(judge(), sampling, SpeculativeConfig("tokens", gamma), dense=True)
     for record in records:
         assert record.accepted == record.drafted
     # each round says all of its drafts and one token more

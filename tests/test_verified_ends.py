@@ -7,17 +7,17 @@ import pytest
 from verified_runs import DRAWN, GREEDY, Drafter, Model, check_rounds, eps, judge, prompt
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import verified as verified_module
 from eps_core.decode.generate import generate, tokens_of
 from eps_core.decode.round_records import draft_audit
 from eps_core.decode.verified import Verifier, verified
 from eps_core.errors import ConfigError
-from eps_core.paging.pool import PagePool
+from eps_core.kv_cache.pool import PagePool
 
 CONFIG = eps("meanstd", budget=0.3)
 PROMPTS = [prompt(45), prompt(22, 1), prompt(9, 2)]
-FOUR = Verify("tokens", 4)
+FOUR = SpeculativeConfig("tokens", 4)
 
 
 def right(model: Model) -> Drafter:
@@ -43,7 +43,7 @@ def test_sequences_that_end_at_different_times() -> None:
     said = model.dense(PROMPTS, CONFIG, 14, DRAWN).said
     stop = [said[0][2], said[1][7]]
     for drafter in (right(model), Drafter(model), Drafter(model, np.negative)):
-        verify = Verify("tokens", 5)
+        verify = SpeculativeConfig("tokens", 5)
         got = model.verified(PROMPTS, CONFIG, 14, DRAWN, verify, drafter=drafter, stop_tokens=stop)
         assert got.said == model.dense(PROMPTS, CONFIG, 14, DRAWN, stop_tokens=stop).said
         assert len({len(one) for one in got.said}) > 1
@@ -88,7 +88,9 @@ def test_a_pool_too_small_for_drafts_is_dense() -> None:
     want = model.dense(prompts, CONFIG, 20, DRAWN, stop_tokens=stop)
     assert len(want.said[0]) == 20 and 4 < len(want.said[1]) < 12
     wrong = Drafter(model, np.negative)
-    got = model.verified(prompts, CONFIG, 20, DRAWN, Verify("tokens", 19, 20), drafter=wrong, stop_tokens=stop)
+    got = model.verified(
+        prompts, CONFIG, 20, DRAWN, SpeculativeConfig("tokens", 19, 20), drafter=wrong, stop_tokens=stop
+    )
     assert got.said == want.said and not got.pool._reserved
     refused = [r for r in got.records if r.fallbacks.get("pool")]
     assert refused and not any(sum(r.drafted) for r in refused)
@@ -111,7 +113,7 @@ def test_a_pool_too_small_for_the_text_is_the_same_error() -> None:
 
 def begin(model: Model, config: EpsConfig = CONFIG, **more: Any) -> tuple[Any, PagePool]:
     cache, pool = model.cache(config)
-    return verified(model.decoder, cache, pool, PROMPTS, 12, DRAWN, config.read, FOUR, **more), pool
+    return verified(model.decoder, cache, pool, PROMPTS, 12, DRAWN, config.selection_config, FOUR, **more), pool
 
 
 def test_all_is_freed_at_the_end_or_when_it_is_closed_early() -> None:
@@ -134,7 +136,7 @@ def test_a_prompt_that_was_decoded_is_found_again() -> None:
     """Full units of the text itself too; none that a draft lay in is anything but the text."""
     model = judge()
     cache, pool = model.cache(CONFIG)
-    one = verified(model.decoder, cache, pool, PROMPTS[:1], 40, GREEDY, CONFIG.read, FOUR)
+    one = verified(model.decoder, cache, pool, PROMPTS[:1], 40, GREEDY, CONFIG.selection_config, FOUR)
     said: list[int] = []
     try:
         while True:
@@ -157,7 +159,7 @@ def test_prefill_is_reported_and_a_prompt_without_tokens_refused() -> None:
     model = judge()
     cache, pool = model.cache(CONFIG)
     with pytest.raises(ConfigError, match="empty prompt"):
-        next(verified(model.decoder, cache, pool, [[]], 3, GREEDY, CONFIG.read, FOUR))
+        next(verified(model.decoder, cache, pool, [[]], 3, GREEDY, CONFIG.selection_config, FOUR))
 
 
 def test_an_auto_run_by_a_clock_that_says_drafts_are_dear_is_dense() -> None:
@@ -173,7 +175,7 @@ def test_an_auto_run_by_a_clock_that_says_drafts_are_dear_is_dense() -> None:
     cache, pool, (sequence,) = model.start(prompts, config)
     drafter = Timed(model, dense=True)
     run = Verifier(
-        model.decoder, cache, pool, GREEDY, config.read, Verify("tokens", None), drafter=drafter,
+        model.decoder, cache, pool, GREEDY, config.selection_config, SpeculativeConfig("tokens", None), drafter=drafter,
         clock=lambda: now.__setitem__(0, now[0] + 1.0) or now[0],
     )  # fmt: skip
     fed, said = prompts[0][-1], []
@@ -195,6 +197,6 @@ def test_what_the_audit_takes_is_part_of_what_a_pass_costs(monkeypatch: pytest.M
 
     monkeypatch.setattr(verified_module, "draft_audit", slow)
     cache, pool, (sequence,) = model.start(PROMPTS[:1], CONFIG)
-    run = Verifier(model.decoder, cache, pool, GREEDY, CONFIG.read, FOUR, clock=lambda: now[0])
+    run = Verifier(model.decoder, cache, pool, GREEDY, CONFIG.selection_config, FOUR, clock=lambda: now[0])
     record = run.round({0: sequence}, {0: PROMPTS[0][-1]}, {0: 9})
     assert run.pace.cost(5) == record.round_ms == 7000.0

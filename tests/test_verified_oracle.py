@@ -8,22 +8,22 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from verified_runs import Drafter, check_rounds, eps, judge, prompt
 
-from eps_core.config.store import METHODS
-from eps_core.config.verify import Verify
+from eps_core.config.cache import METHODS
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
 
 MODELS = ("llama2", "qwen2-tied", "qwen3", "mistral", "llama2-linear-biased")
 READS: dict[str, dict[str, Any]] = {
     "few": {"budget": 0.2},
-    "one group": {"budget": 0.001, "first_tokens": 0, "last_tokens": 0},
+    "one group": {"budget": 0.001, "num_sink_tokens": 0, "num_recent_tokens": 0},
     "all": {"budget": 1.0},
     "threshold": {"policy": "threshold", "top_pages": 3},
     "union": {"scope": "union", "budget": 0.3},
-    "tails": {"tail_tokens": 16, "budget": 0.1},
+    "tails": {"correction_tokens": 16, "budget": 0.1},
 }
 VERIFIES = st.builds(
-    Verify,
+    SpeculativeConfig,
     mode=st.just("tokens"),
     draft=st.one_of(st.none(), st.integers(1, 16)),
     most=st.just(16),
@@ -54,7 +54,7 @@ def test_a_drawn_run_is_the_dense_one(
     read: str,
     lengths: list[int],
     tokens: int,
-    verify: Verify,
+    verify: SpeculativeConfig,
     sampling: Sampling,
     drafter: dict[str, Any] | None,
     poison: float | None,
@@ -62,7 +62,7 @@ def test_a_drawn_run_is_the_dense_one(
     try:
         config, model = eps(method, **READS[read]), judge(name)
         verify.check(config, sampling.temperature, sampling.by)
-    except ConfigError:  # tails of norms
+    except ConfigError:  # corrections of norms
         reject()
     prompts = [prompt(length, i) for i, length in enumerate(lengths)]
     check_rounds(model, prompts, config, tokens, sampling, verify, drafter and Drafter(model, **drafter), poison)

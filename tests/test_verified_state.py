@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from verified_runs import DRAWN, Drafter, Model, assert_same_state, check_rounds, eps, judge, placed, prompt, saved
 
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.verified import Verifier
 
 CONFIGS = {
     "meanstd": eps("meanstd", budget=0.3),
-    "box, tails": eps("box", tail_tokens=16, budget=0.1),
+    "box, corrections": eps("box", correction_tokens=16, budget=0.1),
     "rq": eps("rq", budget=0.1),
 }
 
@@ -30,7 +30,7 @@ def test_what_lies_in_free_slots_is_never_read(target: Any, name: str, poison: f
     backend, device = target
     model = Model(backend, device, saved("llama2"), units=24)
     prompts = [prompt(length, i) for i, length in enumerate(lengths_of(name))]
-    verify = Verify("tokens", 3)
+    verify = SpeculativeConfig("tokens", 3)
     drafter = Drafter(model, None if name == "meanstd" else np.negative)
     records = check_rounds(model, prompts, CONFIGS[name], 6, DRAWN, verify, drafter, poison, 1e-4)
     assert sum(r.rolled_back for r in records) > 4 and not any(r.fallbacks for r in records)
@@ -48,41 +48,45 @@ def test_what_lies_in_free_slots_is_never_read_by_triton(target: Any) -> None:
     backend, device = target
     model = Model(backend, device, saved("llama2"), units=6)
     drafter = Drafter(model, np.negative)
-    check_rounds(model, [prompt(20)], CONFIGS["meanstd"], 3, DRAWN, Verify("tokens", 2), drafter, np.nan, 1e-4)
+    check_rounds(
+        model, [prompt(20)], CONFIGS["meanstd"], 3, DRAWN, SpeculativeConfig("tokens", 2), drafter, np.nan, 1e-4
+    )
 
 
-def changed(value: float, where: str) -> Any:
+def changed(value: float, plan: str) -> Any:
     """What `assert_same_state` must refuse: one number of one sequence's K, V, fills, summaries or tokens."""
     model, config = judge(), eps("meanstd")
     runs = [model.dense([prompt(45)], config, 3, DRAWN) for _ in range(2)]
     cache, (sequence,) = runs[0].cache, runs[0].sequences
     last = sequence.length - 1
     slot = sequence.table[last // 16] * 16 + last % 16
-    if where == "tokens":
+    if plan == "tokens":
         sequence.tokens[-1] += 1
-    elif where == "fill":
+    elif plan == "fill":
         cache.state[1].fill[slot // 4] -= 1
-    elif where == "summary":
+    elif plan == "summary":
         stored = next(iter(cache.summaries[1].values()))
         stored[sequence.table[0], 3, 2] = stored[sequence.table[0], 3, 2] + 1
     else:
-        getattr(cache, where)[1][slot // 16, 3, slot % 16, 5] += value
+        getattr(cache, plan)[1][slot // 16, 3, slot % 16, 5] += value
     return model, *runs
 
 
-@pytest.mark.parametrize("where", ["k", "v", "fill", "summary", "tokens"])
-def test_a_state_that_differs_is_seen(where: str) -> None:
+@pytest.mark.parametrize("plan", ["k", "v", "fill", "summary", "tokens"])
+def test_a_state_that_differs_is_seen(plan: str) -> None:
     model, *runs = changed(0.0, "k")
     assert_same_state(model, *runs)
-    model, *runs = changed(1e-3, where)
+    model, *runs = changed(1e-3, plan)
     with pytest.raises(AssertionError):
         assert_same_state(model, *runs)
 
 
-def start(model: Model, prompts: Sequence[Sequence[int]], verify: Verify, **more: Any) -> tuple[Verifier, dict, dict]:
+def start(
+    model: Model, prompts: Sequence[Sequence[int]], verify: SpeculativeConfig, **more: Any
+) -> tuple[Verifier, dict, dict]:
     config = eps("meanstd", budget=0.3)
     cache, pool, sequences = model.start(prompts, config)
-    run = Verifier(model.decoder, cache, pool, DRAWN, config.read, verify, **more)
+    run = Verifier(model.decoder, cache, pool, DRAWN, config.selection_config, verify, **more)
     return run, dict(enumerate(sequences)), {index: int(one[-1]) for index, one in enumerate(prompts)}
 
 
@@ -103,7 +107,7 @@ def decode(run: Verifier, alive: dict, fed: dict, tokens: int) -> dict[int, list
 @pytest.mark.parametrize("gamma", [0, 2, 6])
 def test_forks_between_rounds_go_their_own_ways(gamma: int) -> None:
     """A fork and its parent share units, the open one too; drafts of neither reach the other."""
-    model, verify = judge(), Verify("tokens", gamma)
+    model, verify = judge(), SpeculativeConfig("tokens", gamma)
     run, alive, fed = start(model, [prompt(45)], verify)
     first = decode(run, alive, fed, 5)[0]
     child = run.pool.fork(alive[0])
@@ -118,7 +122,7 @@ def test_forks_between_rounds_go_their_own_ways(gamma: int) -> None:
 
 def test_a_fork_in_the_middle_of_a_round_has_what_was_committed() -> None:
     model = judge()
-    run, alive, fed = start(model, [prompt(45)], Verify("tokens", 4))
+    run, alive, fed = start(model, [prompt(45)], SpeculativeConfig("tokens", 4))
     children = []
     original = model.decoder.verify
 
@@ -133,7 +137,7 @@ def test_a_fork_in_the_middle_of_a_round_has_what_was_committed() -> None:
         said = decode(run, alive, fed, 10)[0]
     assert said == model.dense([prompt(45)], eps("meanstd"), 10, DRAWN).said[0]
     assert children[0].tokens == alive[0].tokens[:length]
-    alone, others, others_fed = start(model, [[1], prompt(45)], Verify("tokens", 4))
+    alone, others, others_fed = start(model, [[1], prompt(45)], SpeculativeConfig("tokens", 4))
     want = decode(alone, {1: others[1]}, {1: others_fed[1]}, 8)[1]
     assert decode(run, {1: children[0]}, {1: fed[0]}, 8)[1] == want
 
@@ -141,7 +145,7 @@ def test_a_fork_in_the_middle_of_a_round_has_what_was_committed() -> None:
 @pytest.mark.parametrize("step", ["draft", "verify", "commit"])
 def test_a_round_that_fails_gives_back_what_it_held(step: str) -> None:
     model = right = judge()
-    run, alive, fed = start(model, [prompt(45), prompt(31, 1)], Verify("tokens", 20, most=20))
+    run, alive, fed = start(model, [prompt(45), prompt(31, 1)], SpeculativeConfig("tokens", 20, most=20))
     free, tables = run.pool.num_free, [list(one.table) for one in alive.values()]
     tokens = [one.tokens[:] for one in alive.values()]
 
@@ -177,7 +181,7 @@ def test_a_round_that_fails_gives_back_what_it_held(step: str) -> None:
 def test_placed_is_poison() -> None:
     """What the tests poison with would be read by a verifier that sees past the end."""
     model = judge()
-    run, alive, fed = start(model, [prompt(45)], Verify("tokens", 3))
+    run, alive, fed = start(model, [prompt(45)], SpeculativeConfig("tokens", 3))
     last = alive[0].length - 1
     run.cache = placed(model, run.cache, np.array([alive[0].table[last // 16] * 16 + last % 16]), np.nan)
     with pytest.raises(Exception, match="NaN"), np.errstate(invalid="ignore"):

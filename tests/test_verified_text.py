@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from verified_runs import Model, eps
 
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import verified
 from eps_core.decode.accept import Said
 from eps_core.decode.generate import generate
@@ -18,7 +18,7 @@ from eps_core.tasks import corpus
 
 LENGTH, TOKENS = 600, 32
 FACTOR = 8  # of the measured noise
-CONFIG = eps("rq", budget=0.1, first_tokens=8, last_tokens=24, block_size=64)
+CONFIG = eps("rq", budget=0.1, num_sink_tokens=8, num_recent_tokens=24, block_size=64)
 
 
 def text() -> list[int]:
@@ -47,7 +47,7 @@ def check_explained(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_text_of_the_demo_model(target: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, sampling: Sampling) -> None:
     backend, device = target
-    if backend.__name__ == "eps_core.oracle":
+    if backend.__name__ == "eps_core.reference":
         pytest.skip("the oracle does not round: test_verified_oracle.py")
     model, prompt = Model(backend, device, DEMO_MODEL, dtype, units=12, dtype=dtype), text()
     assert len(prompt) == LENGTH
@@ -67,7 +67,7 @@ def test_text_of_the_demo_model(target: Any, monkeypatch: pytest.MonkeyPatch, dt
         return said
 
     monkeypatch.setattr(verified, "accept", accept)
-    run = model.verified([prompt], CONFIG, TOKENS, sampling, Verify("tokens", 7))
+    run = model.verified([prompt], CONFIG, TOKENS, sampling, SpeculativeConfig("tokens", 7))
     noise, part = check_explained(run.said[0], np.stack(rows), dense_said, dense, sampling, LENGTH)
     assert noise < (1e-3 if dtype == "float32" else 1.0)
     accepted, drafted = (sum(sum(getattr(r, name)) for r in run.records) for name in ("accepted", "drafted"))

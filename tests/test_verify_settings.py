@@ -6,10 +6,10 @@ import pytest
 from verified_runs import eps
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import Read
-from eps_core.config.verify import DRAFT_FLOOR, Verify
+from eps_core.config.selection import SelectionConfig
+from eps_core.config.speculative import DRAFT_BUDGET, DRAFT_BUDGET_FLOOR, SpeculativeConfig
 from eps_core.errors import ConfigError
-from eps_core.telemetry.terminal import describe_verify
+from eps_core.metrics.terminal import describe_verify
 
 
 @pytest.mark.parametrize(
@@ -26,24 +26,31 @@ from eps_core.telemetry.terminal import describe_verify
 )
 def test_a_wrong_setting_is_one_line_that_names_its_flag(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
-        Verify(**settings)
+        SpeculativeConfig(**settings)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("settings", [{"draft": 1.5}, {"draft": "4"}, {"most": True}, {"mode": 1}, {"weights": None}])
 def test_a_setting_of_another_kind_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
-        Verify(**settings)
+        SpeculativeConfig(**settings)
 
 
 @pytest.mark.parametrize(
     ("config", "verify", "drawn", "said"),
     [
-        (EpsConfig.of(), Verify("tokens"), {}, "method off gates nothing: use rq"),
-        (eps("box"), Verify("tokens"), {"temperature": 0.5, "sample_by": "cdf"}, "sample-by cdf draws otherwise"),
+        (EpsConfig.of(), SpeculativeConfig("tokens"), {}, "method off gates nothing: use rq"),
+        (
+            eps("box"),
+            SpeculativeConfig("tokens"),
+            {"temperature": 0.5, "sample_by": "cdf"},
+            "sample-by cdf draws otherwise",
+        ),
     ],
 )
-def test_what_cannot_be_verified_is_refused(config: EpsConfig, verify: Verify, drawn: dict, said: str) -> None:
+def test_what_cannot_be_verified_is_refused(
+    config: EpsConfig, verify: SpeculativeConfig, drawn: dict, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         verify.check(config, **drawn)
     assert "\n" not in str(error.value)
@@ -51,41 +58,52 @@ def test_what_cannot_be_verified_is_refused(config: EpsConfig, verify: Verify, d
 
 
 def test_what_can_be_verified_passes() -> None:
-    Verify("tokens").check(eps("box"))
-    Verify("tokens").check(eps("box"), 0.0, "cdf")  # greedy draws nothing
-    Verify("tokens").check(eps("rq"), 1.0, "gumbel")
-    Verify().check(EpsConfig.of(), 1.0, "cdf")  # off
+    SpeculativeConfig("tokens").check(eps("box"))
+    SpeculativeConfig("tokens").check(eps("box"), 0.0, "cdf")  # greedy draws nothing
+    SpeculativeConfig("tokens").check(eps("rq"), 1.0, "gumbel")
+    SpeculativeConfig().check(EpsConfig.of(), 1.0, "cdf")  # off
 
 
 def test_the_last_tokens_of_a_draft_cover_all_drafts() -> None:
-    read = Read(last_tokens=8)
-    assert Verify("tokens", most=16).draft_read(read).last_tokens == 17
-    assert Verify("tokens", 4, 4).draft_read(read) == read
+    read = SelectionConfig(num_recent_tokens=8)
+    assert SpeculativeConfig("tokens", most=16).draft_selection(read).num_recent_tokens == 17
+    assert SpeculativeConfig("tokens", 4, 4).draft_selection(read) == read
 
 
 def test_a_draft_needs_no_safe_budget() -> None:
     """A floor keeps short contexts safe where nothing verifies what was said."""
-    config = EpsConfig.of(method="rq")
-    assert config.read.budget_floor > DRAFT_FLOOR == Verify("tokens").draft_read(config.read).budget_floor
-    assert Verify("tokens").draft_read(EpsConfig.of(method="rq", budget=0.1).read).budget_floor == 0
+    verify = SpeculativeConfig("tokens")
+    usual = EpsConfig.of(method="rq").selection_config
+    assert (usual.budget, usual.budget_floor) == (0.1, 1024)
+    drafts = verify.draft_selection(usual)
+    assert (drafts.budget, drafts.budget_floor) == (DRAFT_BUDGET, DRAFT_BUDGET_FLOOR)
+    for given in ({"budget": 0.2}, {"budget": 900}, {"budget_floor": DRAFT_BUDGET_FLOOR}):
+        own = EpsConfig.of(method="rq", **given).selection_config
+        drafts = verify.draft_selection(own)
+        assert (drafts.budget, drafts.budget_floor) == (own.budget, own.budget_floor)
 
 
 def test_settings_are_written() -> None:
-    for verify in (Verify(), Verify("tokens", 0, 3, "4bit")):
-        assert Verify(**verify.to_dict()) == verify
-    assert not Verify().enabled and Verify("tokens").enabled
+    for verify in (SpeculativeConfig(), SpeculativeConfig("tokens", 0, 3, "4bit")):
+        assert SpeculativeConfig(**verify.to_dict()) == verify
+    assert not SpeculativeConfig().enabled and SpeculativeConfig("tokens").enabled
 
 
 def test_fewer_drafts_at_most_are_fewer_drafts() -> None:
-    assert Verify.of(mode="tokens", most=8).draft == 8 and Verify.of(mode="tokens", most=16) == Verify("tokens")
-    assert Verify.of(mode="tokens", most=8, draft=None).draft is None and Verify.of() == Verify()
+    assert SpeculativeConfig.of(mode="tokens", most=8).draft == 8 and SpeculativeConfig.of(
+        mode="tokens", most=16
+    ) == SpeculativeConfig("tokens")
+    assert (
+        SpeculativeConfig.of(mode="tokens", most=8, draft=None).draft is None
+        and SpeculativeConfig.of() == SpeculativeConfig()
+    )
     for most in (-1, 0, 65, "8"):
         with pytest.raises(ConfigError, match="most"):
-            Verify.of(mode="tokens", most=most)
+            SpeculativeConfig.of(mode="tokens", most=most)
 
 
 def test_one_line_says_how_a_run_verifies() -> None:
-    assert describe_verify(Verify("tokens", 4)) == "tokens: 4 drafts a round"
-    assert describe_verify(Verify("tokens", None, 8, "4bit")) == (
+    assert describe_verify(SpeculativeConfig("tokens", 4)) == "tokens: 4 drafts a round"
+    assert describe_verify(SpeculativeConfig("tokens", None, 8, "4bit")) == (
         "tokens: up to 8, as they pay, drafts a round, drafted with 4bit weights"
     )

@@ -12,22 +12,22 @@ import tiny_models
 from command import outcome
 from test_model import NUM_TOKENS, Sequences, assert_close, assert_refused, load, tokens_of
 
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.decode.evicting import evicting
 from eps_core.decode.llm import LLM, Generation
 from eps_core.decode.session import Session
 from eps_core.evaluation.capture import CaptureRequest, capture
-from eps_core.evict.keep import Keep
+from eps_core.eviction.config import EvictionConfig
+from eps_core.kv_cache.rows import Rows
 from eps_core.load import load_backend
+from eps_core.metrics.steps import summarise
 from eps_core.models.config import read_spec
 from eps_core.models.registry import FAMILIES
-from eps_core.paging.rows import Rows
-from eps_core.telemetry.steps import summarise
 
 NEW = ("phi3", "phi3-short-window", "gemma3", "gemma3-256-scaled-capped", "mistral-window", "qwen2-window")
-WHOLE = EpsConfig.of("rq", group_tokens=4, budget=1.0, first_tokens=4, last_tokens=8)
-SPARSE = EpsConfig.of("rq", group_tokens=4, budget=0.3, first_tokens=4, last_tokens=8)
+WHOLE = EpsConfig.of("rq", group_size=4, budget=1.0, num_sink_tokens=4, num_recent_tokens=8)
+SPARSE = EpsConfig.of("rq", group_size=4, budget=0.3, num_sink_tokens=4, num_recent_tokens=8)
 WINDOW = 24  # of the layers 0 and 2 of "gemma3"
 
 
@@ -76,7 +76,7 @@ def test_a_window_reads_its_tokens_and_is_counted(target: tuple, saved: Callable
         np.testing.assert_array_equal(stats.counts, [[3, 3], [6, 6]])
         np.testing.assert_array_equal(stats.groups, [3, 6])
         assert stats.kv_bytes_read == (11 + WINDOW) * token_bytes
-        assert stats.summary_bytes_read == 0 and not stats.mass_skipped_est.any()
+        assert stats.summary_bytes_read == 0 and not stats.skipped_mass.any()
     for layer in (1, 3):
         stats = output.layers[layer]
         np.testing.assert_array_equal(stats.groups, [3, 18])
@@ -128,9 +128,15 @@ def test_an_audit_of_a_step_is_that_of_dense_attention(target: tuple, saved: Cal
     for at in range(70, 73):
         slots, table = sequences._slots(0, 1), sequences._table(np.array([0]))
         sequences.cache, output = sequences.decoder.step(
-            sequences.cache, tokens[at : at + 1], slots, table, sequences.lengths.copy(), SPARSE.read, audit=True
+            sequences.cache,
+            tokens[at : at + 1],
+            slots,
+            table,
+            sequences.lengths.copy(),
+            SPARSE.selection_config,
+            audit=True,
         )
-        true = [layer.mass_skipped_true for layer in output.layers]
+        true = [layer.skipped_mass_true for layer in output.layers]
         assert not true[0].any() and not true[2].any() and true[1].all()
         assert output.dense_logits is not None
         if at == 70:  # later ones attend to keys of sparse steps
@@ -141,7 +147,7 @@ def test_a_run_says_which_layers_are_dense_and_counts_them(saved: Callable, tmp_
     text = tmp_path / "long.txt"
     text.write_text("the key of 7 is 3 and of 9 is 4; " * 10)
     line = f"run --model {saved('gemma3')} --backend numpy --prompt-file long.txt --method rq --eps-budget 0.2 "
-    found = outcome([*line.split(), *"--eps-first-tokens 4 --eps-last-tokens 8 --max-new-tokens 4".split()], tmp_path)
+    found = outcome([*line.split(), *"--eps-sink-tokens 4 --eps-recent-tokens 8 --max-new-tokens 4".split()], tmp_path)
     assert found.code in (None, 0), found.err
     assert "2 of 4 layers have a sliding window of 24 tokens: they read it densely, EPS the other 2" in found.out
     assert '"sliding_window": 8' in found.out
@@ -150,7 +156,9 @@ def test_a_run_says_which_layers_are_dense_and_counts_them(saved: Callable, tmp_
 def test_what_needs_full_attention_refuses_by_name(saved: Callable, tmp_path: Path) -> None:
     session = Session.open(saved("gemma3"), "numpy")
     says = "full attention in every layer, and 2 of the 4 layers of this gemma3_text have a sliding window"
-    assert_refused(lambda: evicting(session, Keep("snapkv", 0.5), EpsConfig.of().store, [40], 4), "eviction", says)
+    assert_refused(
+        lambda: evicting(session, EvictionConfig("snapkv", 0.5), EpsConfig.of().cache_config, [40], 4), "eviction", says
+    )
     text = tmp_path / "long.txt"
     text.write_text("the key of 7 is 3; " * 10)
     request = CaptureRequest(
@@ -165,7 +173,7 @@ def test_no_cuda_graph_serves_a_window(saved: Callable) -> None:
 
     for name, served in (("gemma3", False), ("phi3", True)):
         model = load_model(saved(name), read_spec(saved(name)), "float32", "cpu")
-        cached = SimpleNamespace(kernels="triton", store=SimpleNamespace(method="off"), spec=None)
+        cached = SimpleNamespace(kernels="triton", cache_config=SimpleNamespace(method="off"), spec=None)
         step = lambda: model.whole_step(cached, None, None, None, False, False)  # noqa: B023, E731
         if served:
             with pytest.raises(AttributeError):

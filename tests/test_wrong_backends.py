@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 from test_conformance import BASE, Case, check_fork, check_head_modes, check_largest, check_own_token, eps, run_case
 
-from eps_core import oracle
-from eps_core.gate.protocol import Certificate
-from eps_core.oracle import cache as oracle_cache
-from eps_core.oracle import scoring as oracle_scoring
-from eps_core.oracle import selection as oracle_selection
-from eps_core.paging.where import Where
+from eps_core import reference
+from eps_core.attention.protocol import ErrorBound
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_core.reference import cache as oracle_cache
+from eps_core.reference import scoring as oracle_scoring
+from eps_core.reference import selection as oracle_selection
 
 
 def broken(**functions):
     """The numpy backend with some functions replaced."""
-    return SimpleNamespace(**{**vars(oracle), **functions})
+    return SimpleNamespace(**{**vars(reference), **functions})
 
 
 def given(function: str, **changes):
     """A backend whose `function` is given other arguments: each is what its change makes of all of them."""
-    right = getattr(oracle, function)
+    right = getattr(reference, function)
     signature = inspect.signature(right)
 
     def wrong(*args, **named):
@@ -39,7 +39,7 @@ def given(function: str, **changes):
 
 def gives(function: str, change):
     """A backend whose `function` returns what `change` makes of its result and its arguments."""
-    right = getattr(oracle, function)
+    right = getattr(reference, function)
     signature = inspect.signature(right)
 
     def wrong(*args, **named):
@@ -93,39 +93,39 @@ def upper_as_lower(a):
 
 
 def what_was_left_out(a):
-    visit = oracle_scoring.visit_mask(a.visited, a.scores.upper.shape[3]) | np.isneginf(a.scores.estimate)
-    return oracle_scoring._selection(~visit, a.visited.forced, None)
+    selected_mask = oracle_scoring.selection_mask(a.selected, a.scores.upper.shape[3]) | np.isneginf(a.scores.estimate)
+    return oracle_scoring._selection(~selected_mask, a.selected.always_selected, None)
 
 
 def certifies_by(combine):
-    """certify, but `combine` over the query heads instead of max."""
+    """bound, but `combine` over the query heads instead of max."""
 
-    def certify(cache, layer, scores, visited, out, lse):
+    def bound_error(cache, layer, scores, selected, out, lse):
         batch, kv_heads, repeat, _ = scores.upper.shape
         each = []
         for r in range(repeat):
             # every query head takes the place of all of its kv head
             part = replace(scores, upper=scores.upper[:, :, r : r + 1], slack=scores.slack[:, :, r : r + 1])
             mine = (x.reshape(batch, kv_heads, repeat, *x.shape[2:])[:, :, r] for x in (out, lse))
-            each.append(oracle.certify(cache, layer, part, visited, *mine))
-        return Certificate(combine([one.mass for one in each], axis=0), combine([one.error for one in each], axis=0))
+            each.append(reference.bound_error(cache, layer, part, selected, *mine))
+        return ErrorBound(combine([one.mass for one in each], axis=0), combine([one.error for one in each], axis=0))
 
-    return {"certify": certify}
+    return {"bound_error": bound_error}
 
 
 def without_the_last_of_the_added(result, a):
-    """Return the groups that escalation adds, without the one that it would take last."""
+    """Return the groups that extension adds, without the one that it would take last."""
     extra, whole = result
     num_groups = a.scores.estimate.shape[2]
-    added, visit = (oracle_scoring.visit_mask(part, num_groups) for part in (extra, whole))
+    added, selected_mask = (oracle_scoring.selection_mask(part, num_groups) for part in (extra, whole))
     for b, head in np.ndindex(*extra.counts.shape):
         listed = np.flatnonzero(added[b, head])
         if len(listed):
             lse = a.lse.reshape(a.scores.slack.shape)[b, head][:, None]
             need = (a.scores.upper[b, head] - lse).max(axis=0)[listed]
             last = listed[oracle_selection.best_first(need)[-1]]
-            added[b, head, last] = visit[b, head, last] = False
-    parts = ((added, extra.forced, None), (visit, whole.forced, whole.wanted))
+            added[b, head, last] = selected_mask[b, head, last] = False
+    parts = ((added, extra.always_selected, None), (selected_mask, whole.always_selected, whole.wanted))
     return tuple(oracle_scoring._selection(*part) for part in parts)
 
 
@@ -136,15 +136,15 @@ def of_one_query_head(a):
 
 def what_was_read_too(result, a):
     _, whole = result
-    return replace(whole, forced=np.zeros_like(whole.forced), wanted=None), whole
+    return replace(whole, always_selected=np.zeros_like(whole.always_selected), wanted=None), whole
 
 
 def other_config(**changes):
     """`where` of another config; changes are made of the head modes."""
 
     def change(a):
-        settings = {name: value(a.where.config.read.head_modes) for name, value in changes.items()}
-        return Where.of(a.where.config.replace(**settings), a.where.table, a.where.lengths)
+        settings = {name: value(a.plan.config.selection_config.head_modes) for name, value in changes.items()}
+        return StepPlan.of(a.plan.config.replace(**settings), a.plan.table, a.plan.lengths)
 
     return change
 
@@ -167,44 +167,44 @@ def largest_of_the_last(name, part):
 
 def excess(scores, selected, lse):
     """[B, Hq]: how much too high the estimates of what was read are, in nats."""
-    visit = oracle_scoring.visit_mask(selected, scores.estimate.shape[2]) & np.isfinite(scores.estimate)
+    selected_mask = oracle_scoring.selection_mask(selected, scores.estimate.shape[2]) & np.isfinite(scores.estimate)
     with np.errstate(divide="ignore"):
-        read = np.logaddexp.reduce(np.where(visit, scores.estimate, -np.inf), axis=2)
+        read = np.logaddexp.reduce(np.where(selected_mask, scores.estimate, -np.inf), axis=2)
     return np.repeat(read, lse.shape[1] // read.shape[1], axis=1) - lse
 
 
-def tail_counts_visited_groups(cache, layer, where, scores, selected, lse):
+def tail_counts_visited_groups(cache, layer, plan, scores, selected, lse):
     nothing = replace(selected, counts=np.zeros_like(selected.counts))
-    out, tail = oracle.attend_tail(cache, layer, where, scores, nothing, lse)
-    return out, tail - np.maximum(excess(scores, selected, lse), 0)
+    out, correction = reference.attend_correction(cache, layer, plan, scores, nothing, lse)
+    return out, correction - np.maximum(excess(scores, selected, lse), 0)
 
 
 def corrects_by(change):
-    """attend_tail, but the estimates are lowered by `change` of their excess instead of its positive part."""
+    """attend_correction, but the estimates are lowered by `change` of their excess instead of its positive part."""
 
     def corrected(result, a):
         over = excess(a.scores, a.selected, a.lse)
         return result[0], result[1] + np.maximum(over, 0) - change(over)
 
-    return gives("attend_tail", corrected)
+    return gives("attend_correction", corrected)
 
 
 def tail_of_keys(cache, layer, k, v, slots):
-    tail = cache.tail
-    cache = oracle.write_kv(replace(cache, tail=None), layer, k, v, slots)
-    if tail is not None:
-        tail.k = cache.k
-        oracle_cache._update_summaries(tail, layer, k.astype(np.float64), tail.state[layer].plan(slots))
-        cache.bytes_k_reread, tail.bytes_k_reread = cache.bytes_k_reread + tail.bytes_k_reread, 0
-    return replace(cache, tail=tail)
+    correction = cache.correction
+    cache = reference.write_kv(replace(cache, correction=None), layer, k, v, slots)
+    if correction is not None:
+        correction.k = cache.k
+        oracle_cache._update_summaries(correction, layer, k.astype(np.float64), correction.state[layer].plan(slots))
+        cache.bytes_k_reread, correction.bytes_k_reread = cache.bytes_k_reread + correction.bytes_k_reread, 0
+    return replace(cache, correction=correction)
 
 
 def tail_stores(change):
-    """The cache whose tail's stored means are what `change` makes of them."""
+    """The cache, with a correction whose stored means are what `change` makes of them."""
 
     def changed(a):
-        stored = change(a.cache.tail.summaries[a.layer])
-        return replace(a.cache, tail=replace(a.cache.tail, summaries=[stored]))
+        stored = change(a.cache.correction.summaries[a.layer])
+        return replace(a.cache, correction=replace(a.cache.correction, summaries=[stored]))
 
     return changed
 
@@ -218,14 +218,14 @@ def of_the_next_head(stored):
 
 
 def with_an_open_group_as_full(a):
-    full = deepcopy(a.cache.tail.state[a.layer])
-    full.fill[:] = a.cache.store.tail_tokens
-    return replace(a.cache, tail=replace(a.cache.tail, state=[full]))
+    full = deepcopy(a.cache.correction.state[a.layer])
+    full.fill[:] = a.cache.cache_config.correction_tokens
+    return replace(a.cache, correction=replace(a.cache.correction, state=[full]))
 
 
 def up_to_whole_tail_groups(a):
-    size = a.cache.store.tail_tokens
-    return Where.of(a.where.config, a.where.table, -(-a.where.lengths // size) * size)
+    size = a.cache.cache_config.correction_tokens
+    return StepPlan.of(a.plan.config, a.plan.table, -(-a.plan.lengths // size) * size)
 
 
 def the_first_query_heads_lse(a):
@@ -234,9 +234,9 @@ def the_first_query_heads_lse(a):
 
 
 def copies_no_tail(cache, src, dst):
-    tail, cache.tail = cache.tail, None
-    cache = oracle.copy_units(cache, src, dst)
-    cache.tail = tail
+    correction, cache.correction = cache.correction, None
+    cache = reference.copy_units(cache, src, dst)
+    cache.correction = correction
     return cache
 
 
@@ -264,33 +264,35 @@ WRONG = {
     "averages the query heads": given("score", q=mean_query),
     "narrows the bound": gives("score", lower_bound),
     "swaps K and V": given("write_kv", k=lambda a: a.v, v=lambda a: a.k),
-    "never visits the open group": given(
-        "select", scores=without_the_open_group, where=other_config(last_tokens=lambda modes: 0)
+    "never visits the partial group": given(
+        "select", scores=without_the_open_group, plan=other_config(num_recent_tokens=lambda modes: 0)
     ),
     "reads more than it lists": given("attend", cache=reads_a_token_more),
     "swaps the query heads of the bounds": gives("score", next_query_heads_bounds),
     "forgets the slack": gives("score", lambda scores, a: replace(scores, slack=np.zeros_like(scores.slack))),
-    "certifies estimates": given("certify", scores=estimates_as_bounds),
-    "certifies lower bounds": given("certify", scores=lower_as_upper),
-    "certifies what was read": given("certify", visited=what_was_left_out),
-    "certifies with the next head's sums": given("certify", **next_sums("out", "lse")),
-    "certifies the best query head": certifies_by(np.min),
-    "certifies the mean query head": certifies_by(np.mean),
-    "certifies without the values": given(
-        "certify", cache=lambda a: replace(a.cache, largest_value=[np.zeros_like(x) for x in a.cache.largest_value])
+    "bounds estimates": given("bound_error", scores=estimates_as_bounds),
+    "bounds lower bounds": given("bound_error", scores=lower_as_upper),
+    "bounds what was read": given("bound_error", selected=what_was_left_out),
+    "bounds with the next head's sums": given("bound_error", **next_sums("out", "lse")),
+    "bounds the best query head": certifies_by(np.min),
+    "bounds the mean query head": certifies_by(np.mean),
+    "bounds without the values": given(
+        "bound_error", cache=lambda a: replace(a.cache, largest_value=[np.zeros_like(x) for x in a.cache.largest_value])
     ),
-    "escalates one group less": gives("escalate", without_the_last_of_the_added),
-    "escalates by lower bounds": given("escalate", scores=lower_as_upper),
-    "escalates with the next head's sums": given("escalate", **next_sums("lse")),
-    "escalates by one query head": given(
-        "escalate", scores=of_one_query_head, lse=lambda a: a.lse.reshape(a.scores.slack.shape)[:, :, 0]
+    "extends one group less": gives("extend_selection", without_the_last_of_the_added),
+    "extends by lower bounds": given("extend_selection", scores=lower_as_upper),
+    "extends with the next head's sums": given("extend_selection", **next_sums("lse")),
+    "extends by one query head": given(
+        "extend_selection", scores=of_one_query_head, lse=lambda a: a.lse.reshape(a.scores.slack.shape)[:, :, 0]
     ),
-    "escalates everything": given("escalate", read=lambda a: replace(a.read, epsilon=0.0)),
-    "escalates by upper gains": given("escalate", scores=upper_as_lower),
-    "reads escalated groups twice": gives("escalate", what_was_read_too),
+    "extends everything": given(
+        "extend_selection", selection_config=lambda a: replace(a.selection_config, epsilon=0.0)
+    ),
+    "extends by upper gains": given("extend_selection", scores=upper_as_lower),
+    "reads extended groups twice": gives("extend_selection", what_was_read_too),
     "ignores the layer of head modes": given("select", layer=lambda a: 0),
     "shifts the head modes": given(
-        "select", where=other_config(head_modes=lambda modes: modes and tuple(one[1:] + one[:1] for one in modes))
+        "select", plan=other_config(head_modes=lambda modes: modes and tuple(one[1:] + one[:1] for one in modes))
     ),
     "calls mixed heads uniform": gives(
         "select", lambda chosen, a: replace(chosen, uniform=chosen.counts[:, 0].astype(np.int64))
@@ -301,25 +303,27 @@ WRONG = {
         "attend_own", lambda result, a: (result[0], result[1] * np.sqrt(a.q.shape[2]))
     ),
     "takes a token's own key of the next head": given("attend_own", k=lambda a: np.roll(a.k, 1, axis=1)),
-    "counts visited groups in the tail too": {"attend_tail": tail_counts_visited_groups},
-    "never corrects the tail": corrects_by(np.zeros_like),
-    "corrects the tail the wrong way": corrects_by(lambda over: -np.maximum(over, 0)),
-    "raises the tail of low estimates": corrects_by(lambda over: over),
-    "averages keys for the tail": {"write_kv": tail_of_keys},
-    "leaves the scale of mean values out": given("attend_tail", cache=tail_stores(without_the_scale)),
-    "counts the open tail group": given("attend_tail", cache=with_an_open_group_as_full, where=up_to_whole_tail_groups),
-    "takes the mean values of the next head": given("attend_tail", cache=tail_stores(of_the_next_head)),
-    "corrects the tail by one query head": given("attend_tail", lse=the_first_query_heads_lse),
-    "forks without the tail": {"copy_units": copies_no_tail},
+    "counts visited groups in the skipped-mass correction too": {"attend_correction": tail_counts_visited_groups},
+    "never corrects the skipped-mass correction": corrects_by(np.zeros_like),
+    "corrects the skipped-mass correction the wrong way": corrects_by(lambda over: -np.maximum(over, 0)),
+    "raises the skipped-mass correction of low estimates": corrects_by(lambda over: over),
+    "averages keys for the skipped-mass correction": {"write_kv": tail_of_keys},
+    "leaves the scale of mean values out": given("attend_correction", cache=tail_stores(without_the_scale)),
+    "counts the open correction group": given(
+        "attend_correction", cache=with_an_open_group_as_full, plan=up_to_whole_tail_groups
+    ),
+    "takes the mean values of the next head": given("attend_correction", cache=tail_stores(of_the_next_head)),
+    "corrects the skipped-mass correction by one query head": given("attend_correction", lse=the_first_query_heads_lse),
+    "forks without the skipped-mass correction": {"copy_units": copies_no_tail},
 }
 
 TAILS = [
-    Case((150, 100), eps("box", tail_tokens=32, budget=0.2)),  # estimates far too high
-    Case((290, 50), eps("rq", tail_tokens=32, block_size=8, budget=0.2)),  # and too low
+    Case((150, 100), eps("box", correction_tokens=32, budget=0.2)),  # estimates far too high
+    Case((290, 50), eps("rq", correction_tokens=32, block_size=8, budget=0.2)),  # and too low
 ]
 CHECKS = [
-    *(partial(run_case, case=case) for case in BASE if case.config.store.method in ("box", "moments")),
-    partial(run_case, case=Case((90, 37), eps("ball", group_tokens=2), num_heads=6)),
+    *(partial(run_case, case=case) for case in BASE if case.config.cache_config.method in ("box", "moments")),
+    partial(run_case, case=Case((90, 37), eps("ball", group_size=2), num_heads=6)),
     check_head_modes,
     check_largest,
     check_own_token,

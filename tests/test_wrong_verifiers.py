@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 from verified_runs import DRAWN, GREEDY, Drafter, check_rounds, eps, judge, prompt
 
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import accept as accepting
 from eps_core.decode import sampling, verified
 from eps_core.decode.accept import Said
 from eps_core.decode.forward import Decoder
 from eps_core.decode.pace import Pace
 from eps_core.decode.verified import Verifier
-from eps_core.paging.pool import PagePool
-from eps_core.paging.rows import Rows
+from eps_core.kv_cache.pool import PagePool
+from eps_core.kv_cache.rows import Rows
 
 CONFIG = eps("meanstd", budget=0.3)
 PROMPTS = (prompt(44), prompt(21, 1))
 TOKENS = 14
 
 right_accept, right_verify, right_commit = accepting.accept, Decoder.verify, Decoder.commit
-right_draw, right_pool_commit, right_place = sampling.draw, PagePool.commit, judge().backend.place_kv
+right_draw, right_pool_commit, right_place = sampling.draw, PagePool.commit, judge().backend.write_kv_tentative
 
 
 def accepts(change: Callable[[Said, list, list], None]) -> list[Any]:
@@ -75,7 +75,7 @@ def keeps_the_drafts_cache() -> list[Any]:
     """K and V of accepted drafts stay what their draft steps made of a sparse attention."""
 
     def verify(self: Any, cache: Any, tokens: Any, slots: Any, rows: Rows, *rest: Any) -> Any:
-        units, offsets = np.divmod(slots, cache.store.unit_tokens)
+        units, offsets = np.divmod(slots, cache.cache_config.unit_tokens)
         made = [
             [pool[layer][units, :, offsets].copy() for pool in (cache.k, cache.v)]
             for layer in range(cache.spec.num_layers)
@@ -115,7 +115,7 @@ def places_no_drafts() -> list[Any]:
     """The verify pass attends to what the drafts left in the cache."""
 
     def verify(self: Any, *given: Any) -> Any:
-        with patch.object(self.eps, "place_kv", lambda cache, *rest: cache):
+        with patch.object(self.backend, "write_kv_tentative", lambda cache, *rest: cache):
             return right_verify(self, *given)
 
     return [patch.object(Decoder, "verify", verify)]
@@ -148,7 +148,7 @@ def commits(change: Callable[[np.ndarray, np.ndarray], tuple]) -> list[Any]:
 def writes_drafts() -> list[Any]:
     """Draft steps write instead of placing: summaries speak of drafts."""
     backend = judge().backend
-    return [patch.object(backend, "place_kv", backend.write_kv)]
+    return [patch.object(backend, "write_kv_tentative", backend.write_kv)]
 
 
 def keeps_the_units() -> list[Any]:
@@ -231,7 +231,7 @@ def half_right(logits: np.ndarray) -> np.ndarray:
 
 
 def run(stop: tuple[int, ...]) -> None:
-    model, verify = judge(), Verify("tokens", 4)
+    model, verify = judge(), SpeculativeConfig("tokens", 4)
     for record in check_rounds(model, PROMPTS, CONFIG, TOKENS, DRAWN, verify, Drafter(model, dense=True), stop=stop):
         assert record.accepted == record.drafted, "a right draft was refused"
     for sampling_, drafter in (

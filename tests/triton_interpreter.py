@@ -1,5 +1,5 @@
 """Triton kernels on a machine without a GPU. Import this before any module that holds kernels: it asks for Triton's
-interpreter, mends what that gets wrong about bfloat16, and has it do once what it does at every call. Where there is a
+interpreter, fixes what that gets wrong about bfloat16, and has it do once what it does at every call. Where there is a
 GPU it does nothing."""
 
 import os

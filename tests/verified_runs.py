@@ -11,19 +11,19 @@ import numpy as np
 import tiny_models
 from tiny_models import saved
 
-from eps_core import oracle
+from eps_core import reference
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import append, generate, prefill, tokens_of
 from eps_core.decode.sampling import Sampling, draw
 from eps_core.decode.verified import Verifier, verified
+from eps_core.kv_cache.pool import PagePool
+from eps_core.metrics.rounds import RoundRecord
 from eps_core.models.config import read_spec
-from eps_core.paging.pool import PagePool
-from eps_core.telemetry.rounds import RoundRecord
 
-TOKENS = Verify("tokens")
+TOKENS = SpeculativeConfig("tokens")
 GREEDY = Sampling()
 DRAWN = Sampling(0.8, 0.9, 3)
 
@@ -31,7 +31,7 @@ DRAWN = Sampling(0.8, 0.9, 3)
 @cache
 def judge(name: str = "llama2") -> "Model":
     """The float64 oracle of a tiny model."""
-    return Model(oracle, "cpu", saved(name))
+    return Model(reference, "cpu", saved(name))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -39,8 +39,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def eps(method: str, **flat: Any) -> EpsConfig:
-    small = {"budget": 0.2, "first_tokens": 2, "last_tokens": 8, "block_size": 16}
-    return EpsConfig.of(method=method, **small | ({} if method == "rq" else {"group_tokens": 4}) | flat)
+    small = {"budget": 0.2, "num_sink_tokens": 2, "num_recent_tokens": 8, "block_size": 16}
+    return EpsConfig.of(method=method, **small | ({} if method == "rq" else {"group_size": 4}) | flat)
 
 
 @dataclass
@@ -77,7 +77,9 @@ class Model:
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, self.units, self.kv_dtype,
             max_open_groups=8, k_bits=self.kv_bits[0], v_bits=self.kv_bits[1],
         )  # fmt: skip
-        return self.backend.new_cache(spec, config.store, self.device), PagePool(self.units, config.store.unit_tokens)
+        return self.backend.new_cache(spec, config.cache_config, self.device), PagePool(
+            self.units, config.cache_config.unit_tokens
+        )
 
     def start(self, prompts: Sequence[Sequence[int]], config: EpsConfig, decoder: Decoder | None = None) -> tuple:
         cache, pool = self.cache(config)
@@ -101,14 +103,14 @@ class Model:
         config: EpsConfig,
         tokens: int,
         sampling: Sampling,
-        verify: Verify = TOKENS,
+        verify: SpeculativeConfig = TOKENS,
         decoder: Decoder | None = None,
         **more: Any,
     ) -> Run:
         cache, pool, sequences = self.start(prompts, config)
         rounds = verified(
-            decoder or self.decoder, cache, pool, prompts, tokens, sampling, config.read, verify, written=sequences,
-            **more,
+            decoder or self.decoder, cache, pool, prompts, tokens, sampling, config.selection_config, verify,
+            written=sequences, **more,
         )  # fmt: skip
         return self._finish(rounds, prompts, pool, sequences)
 
@@ -141,20 +143,20 @@ def assert_same_state(model: Model, got: Run, want: Run, tolerance: float = 0.0)
             ]
             for a, b in zip(*pairs, strict=True):
                 np.testing.assert_allclose(numbers(a), numbers(b), rtol=0, atol=tolerance)
-            for name in ("", "bound", "tail"):
+            for name in ("", "bound", "correction"):
                 caches = [getattr(run.cache, name) if name else run.cache for run in (got, want)]
-                if caches[0] is None or not caches[0].store.enabled:
+                if caches[0] is None or not caches[0].cache_config.enabled:
                     continue
                 assert_same_summaries(numbers, caches, tables, layer, mine.length, tolerance)
     # a round that fills a group has its keys in hand, where single steps read them back
     assert got.cache.bytes_k_reread <= want.cache.bytes_k_reread, "K was read back more often"
     bounds = [run.cache.bound for run in (got, want)]
-    if bounds[0] is not None and bounds[0].centre[0] is not None:
-        np.testing.assert_allclose(*(numbers(one.centre[0]) for one in bounds), rtol=0, atol=tolerance)
+    if bounds[0] is not None and bounds[0].centroid[0] is not None:
+        np.testing.assert_allclose(*(numbers(one.centroid[0]) for one in bounds), rtol=0, atol=tolerance)
 
 
 def assert_same_summaries(numbers: Any, caches: list, tables: list, layer: int, length: int, tolerance: float) -> None:
-    per_unit, size = caches[0].store.seals_per_unit, caches[0].store.sealed_tokens
+    per_unit, size = caches[0].cache_config.spans_per_unit, caches[0].cache_config.span_tokens
     index = np.arange(-(-length // size))
     rows = [table[index // per_unit] * per_unit + index % per_unit for table in tables]
     fills = [cache.state[layer].fill[row] for cache, row in zip(caches, rows, strict=True)]
@@ -169,7 +171,7 @@ def assert_same_summaries(numbers: Any, caches: list, tables: list, layer: int, 
         )
         # running statistics in float32 are sums of single keys or of those of a round, and a code or float16 of
         # them, or of keys that differ within the tolerance, may round the other way where its number lies between two
-        near = max(tolerance, 1e-5 if caches[0].store.facts.follows else 0.0)
+        near = max(tolerance, 1e-5 if caches[0].cache_config.method_spec.follows else 0.0)
         close = np.isclose(a, b, rtol=near, atol=near * max(np.abs(b).max(), 1.0))
         assert (~close).sum() <= (max(0.01 * close.size, 1) if near else 0), (name, layer)
 
@@ -185,7 +187,7 @@ class Drafter:
         place: float | None = None,
         dense: bool = False,
     ) -> None:
-        self.runs, self.model, self.eps = model, model.decoder.model, model.backend
+        self.runs, self.model, self.backend = model, model.decoder.model, model.backend
         self.change, self.place, self.dense = change, place, dense
         self.steps = 0
 
@@ -209,7 +211,7 @@ def placed(model: Model, cache: Any, slots: np.ndarray, value: float) -> Any:
     rows = np.full((len(slots), spec.num_kv_heads, spec.head_dim), value, np.float32)
     given = model.backend.from_numpy(rows, model.kv_dtype, model.device)
     for layer in range(spec.num_layers):
-        cache = model.backend.place_kv(cache, layer, given, given, slots)
+        cache = model.backend.write_kv_tentative(cache, layer, given, given, slots)
     return cache
 
 
@@ -231,7 +233,7 @@ class _Plain:
         self.decoder, self.cache, self.pool, self.sampling = model.decoder, cache, pool, sampling
 
     def next(self, index: int, sequence: Any, token: int) -> int:
-        slots, self.cache = append(self.decoder.eps, self.cache, self.pool, sequence, [token])
+        slots, self.cache = append(self.decoder.backend, self.cache, self.pool, sequence, [token])
         table, lengths = self.pool.table([sequence]), self.pool.lengths([sequence])
         self.cache, output = self.decoder.step(self.cache, np.array([token]), slots, table, lengths)
         return draw(output.logits[0], self.sampling, index, sequence.length).token
@@ -243,17 +245,17 @@ def check_rounds(
     config: EpsConfig,
     tokens: int,
     sampling: Sampling,
-    verify: Verify,
+    verify: SpeculativeConfig,
     drafter: Any = None,
     poison: float | None = None,
     tolerance: float = 1e-6,
     stop: Sequence[int] = (),
 ) -> list[RoundRecord]:
     """Decodes, and after every round feeds what was said, token by token, to a cache in which nothing is ever drafted:
-    tokens, K, V, summaries, centre and pool must be the same there. `poison` is written, between the rounds, to every
+    tokens, K, V, summaries, centroid and pool must be the same there. `poison` is written, between the rounds, to every
     slot that holds no token."""
     cache, pool, sequences = model.start(prompts, config)
-    run = Verifier(model.decoder, cache, pool, sampling, config.read, verify, stop, drafter)
+    run = Verifier(model.decoder, cache, pool, sampling, config.selection_config, verify, stop, drafter)
     cache, other, mirrored = model.start(prompts, config)
     plain = _Plain(model, cache, other, sampling)
     fed = {index: int(one[-1]) for index, one in enumerate(prompts)}

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.store import Store
+from eps_core.attention.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
+from eps_core.attention.protocol import Array, FusedRead, RowsRead, Scores, Selection
+from eps_core.config.cache import CacheConfig
 from eps_core.cpu import calls, kernels, write
 from eps_core.cpu.calls import Chosen
-from eps_core.gate.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
-from eps_core.gate.protocol import Array, GatedRead, RowsRead, Scores, Selection
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import part_dims
 
 State = tuple[Array, Array]
@@ -69,74 +69,79 @@ class CpuKernels:
 
     # ------------------------------------------------------------------------------------------ the backend's functions
 
-    def score(self, cache: Any, layer: int, q: Array, where: Where) -> Scores:
+    def score(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
         with self.place(cache):
             query = self.host(self.float32(q))
-            estimate, num_missing = kernels.score(cache, layer, query, where, self.pools(cache), self.run)
+            estimate, num_missing = kernels.score(cache, layer, query, plan, self.pools(cache), self.run)
             return Scores(self.array(estimate), None, None, num_missing, kernels=cache.kernels)
 
-    def select(self, scores: Scores, where: Where, layer: int = 0) -> Selection:
-        return self._selection(kernels.select(where, self.host(scores.estimate), scores.num_missing, self.run))
+    def select(self, scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
+        return self._selection(kernels.select(plan, self.host(scores.estimate), scores.num_missing, self.run))
 
-    def attend_gated(self, cache: Any, layer: int, q: Array, where: Where) -> GatedRead:
-        """Return what `score`, `select`, `attend`, `add_tail` and `skipped_mass` give of q [B, Hq, D], unscaled, to the
-        last bit. Out of 16 bits is rounded once, though: they round before the tail is added, too."""
+    def attend_fused(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> FusedRead:
+        """Return the results of `score`, `select`, `attend`, `add_correction` and `skipped_mass` for q [B, Hq, D],
+        unscaled, to the last bit. A result of 16 bits is rounded once, though: the parts round before the skipped-mass
+        correction is added, too."""
         with self.place(cache):
             query = self.host(self.float32(q))
-            found = kernels.attend_gated(cache, layer, query, where, self.pools(cache), self.run)
+            found = kernels.attend_fused(cache, layer, query, plan, self.pools(cache), self.run)
             (out, lse), (_, read_lse) = found.whole, found.read
-            return GatedRead(
+            return FusedRead(
                 self.like(self.array(out), q), self.array(lse), self.array(read_lse), self._selection(found.chosen),
                 self.array(found.skipped), found.prepass_share,
             )  # fmt: skip
 
-    def attend(self, cache: Any, layer: int, q: Array, where: Where, selection: Selection | None) -> State:
+    def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
         with self.place(cache):
             listed = None if selection is None else self._listed(selection)
             query = self.host(self.float32(q))
-            out, lse = kernels.attend(cache, layer, query, where, listed, self.pools(cache), self.run)
+            out, lse = kernels.attend(cache, layer, query, plan, listed, self.pools(cache), self.run)
             return self.like(self.array(out), q), self.array(lse)
 
-    def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, visit: Array | None = None) -> RowsRead:
+    def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None) -> RowsRead:
         with self.place(cache):
-            listed = None if visit is None else self.host(self.boolean(visit))
+            listed = None if selected_mask is None else self.host(self.boolean(selected_mask))
             query, is_short = self.host(self.float32(q)), self.is_bfloat16(q)
-            out, lse, visited = kernels.attend_rows(
+            out, lse, selected = kernels.attend_rows(
                 cache, layer, query, is_short, rows, listed, self.pools(cache), self.run
             )
             return RowsRead(
-                self.like(self.array(out), q), self.array(lse), None if visited is None else self.array(visited)
+                self.like(self.array(out), q), self.array(lse), None if selected is None else self.array(selected)
             )
 
-    def attend_tail(
-        self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, lse: Array
+    def attend_correction(
+        self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
     ) -> State:
         with self.place(cache):
-            out, tail, _ = self._tail(cache, layer, where, scores, selection, lse)
-            return self.array(out), self.array(tail)
+            out, correction, _ = self._correction(cache, layer, plan, scores, selection, lse)
+            return self.array(out), self.array(correction)
 
-    def add_tail(
-        self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, state: State
+    def add_correction(
+        self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, state: State
     ) -> State:
         out, lse = state
         with self.place(cache):
-            *tail, share = self._tail(cache, layer, where, scores, selection, lse)
+            *correction, share = self._correction(cache, layer, plan, scores, selection, lse)
             selection.kept["skipped"] = scores.estimate, self.array(share)
-            whole, whole_lse = kernels.merge(self.host(self.float32(out)), self.host(lse), *tail)
+            whole, whole_lse = kernels.merge(self.host(self.float32(out)), self.host(lse), *correction)
             return self.like(self.array(whole), out), self.array(whole_lse)
 
     def skipped_mass(self, scores: Scores, selection: Selection) -> Array:
         of, share = selection.kept.get("skipped", (None, None))
-        if of is scores.estimate:  # the tail of the same estimates, which summed them, too
+        if of is scores.estimate:  # the skipped-mass correction of the same estimates, which summed them, too
             return share
-        return self.array(kernels.skipped_mass(self.host(scores.estimate), self.host(selection.visit), self.run))
+        return self.array(
+            kernels.skipped_mass(self.host(scores.estimate), self.host(selection.selected_mask), self.run)
+        )
 
-    def build_summary(self, store: Store, constants: dict[str, Array], k: Array) -> dict[str, Array]:
+    def build_summary(self, cache_config: CacheConfig, constants: dict[str, Array], k: Array) -> dict[str, Array]:
         """See `summaries.table.build_summary`: k [F, Hkv, U, D] of units of U tokens."""
         keys = self.host(self.float32(k))
-        turned, mean = write.unit_means(keys, store.S, self.host(constants["signs"]))
-        fields, stored = self.mean_fields(self.array(mean), store.mean_bits)
-        summary = write.build_units(turned, self.host(stored), part_dims(store, keys.shape[-1]), store.second_bit)
+        turned, mean = write.unit_means(keys, cache_config.S, self.host(constants["signs"]))
+        fields, stored = self.mean_fields(self.array(mean), cache_config.mean_bits)
+        summary = write.build_units(
+            turned, self.host(stored), part_dims(cache_config, keys.shape[-1]), cache_config.second_bit
+        )
         arrays = {name: self.array(array) for name, array in summary.items()}
         scales = {name: self.rounded(arrays[name]) for name, array in summary.items() if array.dtype == np.float32}
         return arrays | scales | fields
@@ -149,41 +154,45 @@ class CpuKernels:
             select=Kernel(self.select, unsupported_choice),
             attend=Kernel(self.attend, unread_codes),
             attend_rows=Kernel(self.attend_rows, unread_codes),
-            attend_tail=Kernel(self.attend_tail),
-            add_tail=Kernel(self.add_tail),
+            attend_correction=Kernel(self.attend_correction),
+            add_correction=Kernel(self.add_correction),
             skipped_mass=Kernel(self.skipped_mass, _unsupported_sum),
-            attend_gated=Kernel(self.attend_gated, _unsupported_layer),
+            attend_fused=Kernel(self.attend_fused, _unsupported_layer),
             settle=settle,
         )
 
     def _selection(self, chosen: Chosen) -> Selection:
-        groups, counts, uniform, forced, visit = chosen
-        return Selection(self.array(groups), self.array(counts), uniform, forced, visit=self.array(visit))
+        groups, counts, uniform, always_selected, selected_mask = chosen
+        return Selection(
+            self.array(groups), self.array(counts), uniform, always_selected, selected_mask=self.array(selected_mask)
+        )
 
     def _listed(self, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
         return self.host(selection.groups), self.host(selection.counts)
 
-    def _tail(
-        self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, lse: Array
+    def _correction(
+        self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         estimate, listed = self.host(scores.estimate), self._listed(selection)
-        return kernels.attend_tail(cache, layer, where, estimate, listed, self.host(lse), self.pools(cache), self.run)
+        return kernels.attend_correction(
+            cache, layer, plan, estimate, listed, self.host(lse), self.pools(cache), self.run
+        )
 
 
-def _unsupported_building(store: Store, constants: dict[str, Array], k: Array) -> str | None:
-    return "rq with bounds of its own" if store.rq_bounds else None
+def _unsupported_building(cache_config: CacheConfig, constants: dict[str, Array], k: Array) -> str | None:
+    return "rq with bounds of its own" if cache_config.rq_bounds else None
 
 
-def _unsupported_scoring(cache: Any, layer: int, q: Array, where: Where) -> str | None:
-    return calls.unsupported_scoring(cache, where)
+def _unsupported_scoring(cache: Any, layer: int, q: Array, plan: StepPlan) -> str | None:
+    return calls.unsupported_scoring(cache, plan)
 
 
 def _unsupported_sum(scores: Scores, selection: Selection) -> str | None:
-    is_known = selection.visit is not None or selection.kept.get("skipped", (None,))[0] is scores.estimate
+    is_known = selection.selected_mask is not None or selection.kept.get("skipped", (None,))[0] is scores.estimate
     return None if is_known else "groups that array operations chose"
 
 
-def _unsupported_layer(cache: Any, layer: int, q: Array, where: Where) -> str | None:
-    if cache.store.has_bounds:
+def _unsupported_layer(cache: Any, layer: int, q: Array, plan: StepPlan) -> str | None:
+    if cache.cache_config.has_bounds:
         return "bounds"
-    return unread_codes(cache) or unsupported_choice(None, where, layer) or calls.unsupported_scoring(cache, where)
+    return unread_codes(cache) or unsupported_choice(None, plan, layer) or calls.unsupported_scoring(cache, plan)

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from eps_core.attention.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
+from eps_core.attention.protocol import Array, RowsRead, Scores, Selection
 from eps_core.config.eps import EpsConfig
-from eps_core.gate.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
-from eps_core.gate.protocol import Array, RowsRead, Scores, Selection
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 
 State = tuple[Array, Array]
 
@@ -34,7 +34,7 @@ class GpuKernels:
     score_meanstd: ClassVar[Callable[..., Array]]
     select_topk: ClassVar[Callable[..., tuple[Array, Array, Array]]]
     compact: ClassVar[Callable[..., tuple[Array, Array]]]
-    visit_mask: ClassVar[Callable[[Selection, int], Array]]
+    selection_mask: ClassVar[Callable[[Selection, int], Array]]
 
     def place(self, cache: Any) -> AbstractContextManager[Any]:
         """Return the context in which the arrays of a cache are computed."""
@@ -47,58 +47,59 @@ class GpuKernels:
     def boolean(self, array: Array) -> Array:
         raise NotImplementedError
 
-    def estimates(self, cache: Any, layer: int, q: Array, where: Where, table: Array, lengths: Array) -> Array:
+    def estimates(self, cache: Any, layer: int, q: Array, plan: StepPlan, table: Array, lengths: Array) -> Array:
         """Return the estimates [B, Hkv, G] of rq: table [B, M] and lengths [B] of `where` on the device."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------ the backend's functions
 
-    def on_device(self, cache: Any, where: Where | Rows) -> tuple[Array, Array]:
+    def on_device(self, cache: Any, plan: StepPlan | Rows) -> tuple[Array, Array]:
         """A step's or pass's table [B, M] and lengths [B] int32 on the device, copied once for all layers."""
-        return where.once(
+        return plan.once(
             ("device", cache.device),
-            lambda: (self.on(cache, where.table), self.on(cache, where.lengths.astype(np.int32))),
+            lambda: (self.on(cache, plan.table), self.on(cache, plan.lengths.astype(np.int32))),
         )
 
-    def score(self, cache: Any, layer: int, q: Array, where: Where) -> Scores:
-        store, num_missing = cache.store, where.num_missing(cache.state[layer])
+    def score(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
+        cache_config, num_missing = cache.cache_config, plan.num_missing(cache.state[layer])
         with self.place(cache):
-            table, lengths = self.on_device(cache, where)
-            if store.facts.coded:
-                estimate = self.estimates(cache, layer, q, where, table, lengths)
+            table, lengths = self.on_device(cache, plan)
+            if cache_config.method_spec.coded:
+                estimate = self.estimates(cache, layer, q, plan, table, lengths)
             else:
                 estimate = type(self).score_meanstd(
-                    q, cache.summaries[layer], cache.valid[layer], table, lengths, group_tokens=store.S
+                    q, cache.summaries[layer], cache.valid[layer], table, lengths, group_size=cache_config.S
                 )
         return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
 
-    def select(self, scores: Scores, where: Where, layer: int = 0) -> Selection:
-        forced = where.num_forced + np.asarray(scores.num_missing, np.int64)
-        uniform, estimate = where.budget(forced), scores.estimate
-        wanted, lengths = (self.on(estimate, part.astype(np.int32)) for part in (uniform, where.lengths))
-        groups, counts, visit = self.choose(where.config, estimate, wanted, lengths, max(int(uniform.max()), 1))
-        return Selection(groups, counts, uniform, forced, visit=self.boolean(visit))
+    def select(self, scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
+        always_selected = plan.num_always_selected + np.asarray(scores.num_missing, np.int64)
+        uniform, estimate = plan.budget(always_selected), scores.estimate
+        wanted, lengths = (self.on(estimate, part.astype(np.int32)) for part in (uniform, plan.lengths))
+        groups, counts, selected_mask = self.choose(plan.config, estimate, wanted, lengths, max(int(uniform.max()), 1))
+        return Selection(groups, counts, uniform, always_selected, selected_mask=self.boolean(selected_mask))
 
     def choose(
         self, config: EpsConfig, estimate: Array, wanted: Array, lengths: Array, width: int
     ) -> tuple[Array, Array, Array]:
         """Return groups [B, Hkv, width] int32, counts [B, Hkv] int32 and the mask [B, Hkv, G] uint8 of the `wanted` [B]
         int32 best groups of estimate [B, Hkv, G], from arrays of the device alone."""
-        read = config.read
+        selection_config = config.selection_config
         return type(self).select_topk(
-            estimate, wanted, lengths, group_tokens=config.store.S, first_tokens=read.first_tokens,
-            last_tokens=read.last_tokens, min_context=read.min_context, width=width,
+            estimate, wanted, lengths, group_size=config.cache_config.S,
+            num_sink_tokens=selection_config.num_sink_tokens, num_recent_tokens=selection_config.num_recent_tokens,
+            min_context=selection_config.min_context, width=width,
         )  # fmt: skip
 
-    def listing(self, visit: Array, width: int) -> tuple[Array, Array]:
+    def listing(self, selected_mask: Array, width: int) -> tuple[Array, Array]:
         """(groups [B, Hkv, width], counts [B, Hkv]) of a mask [B, Hkv, G] that array operations made."""
-        return type(self).compact(visit, width=width)
+        return type(self).compact(selected_mask, width=width)
 
-    def attend(self, cache: Any, layer: int, q: Array, where: Where, selection: Selection | None) -> State:
-        spec, size = cache.spec, cache.store.S
+    def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
+        spec, size = cache.spec, cache.cache_config.S
         listed = counts = None
         if selection is None:
-            cache.count_read(int(where.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
+            cache.count_read(int(plan.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
         else:
             listed, counts = selection.groups, selection.counts
             if selection.uniform is not None:
@@ -106,12 +107,12 @@ class GpuKernels:
             else:
                 cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
         with self.place(cache):
-            table, lengths = self.on_device(cache, where)
+            table, lengths = self.on_device(cache, plan)
             return type(self).attend_groups(
-                q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_tokens=size
+                q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_size=size
             )
 
-    def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, visit: Array | None = None) -> RowsRead:
+    def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None) -> RowsRead:
         cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
         with self.place(cache):
             table, lengths = self.on_device(cache, rows)
@@ -119,21 +120,21 @@ class GpuKernels:
             return RowsRead(
                 *type(self).attend_all_rows(
                     q, cache.k[layer], cache.v[layer], table, lengths, starts,
-                    most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit,
+                    most_rows=int(rows.num_rows.max()), group_size=cache.cache_config.S, selected_mask=selected_mask,
                 )
             )  # fmt: skip
 
-    def attend_tail(
-        self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, lse: Array
+    def attend_correction(
+        self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
     ) -> State:
-        inner = cache.tail
+        inner = cache.correction
         fields, estimate = inner.summaries[layer], scores.estimate
         with self.place(cache):
-            table, lengths = self.on_device(cache, where)
+            table, lengths = self.on_device(cache, plan)
             return type(self).attend_skipped(
-                estimate, type(self).visit_mask(selection, estimate.shape[-1]), lse, fields["mean"],
-                fields["mean_scale"], inner.valid[layer], table, lengths, group_tokens=cache.store.S,
-                tail_tokens=cache.store.tail_tokens,
+                estimate, type(self).selection_mask(selection, estimate.shape[-1]), lse, fields["mean"],
+                fields["mean_scale"], inner.valid[layer], table, lengths, group_size=cache.cache_config.S,
+                correction_tokens=cache.cache_config.correction_tokens,
             )  # fmt: skip
 
     def table(self, write_kv: Kernel | None = None) -> KernelTable:
@@ -144,17 +145,17 @@ class GpuKernels:
             select=Kernel(self.select, unsupported_choice),
             attend=Kernel(self.attend, unread_codes),
             attend_rows=Kernel(self.attend_rows, unread_codes),
-            attend_tail=Kernel(self.attend_tail),
+            attend_correction=Kernel(self.attend_correction),
             listing=self.listing,
         )
 
 
 def covers_codes(cache: Any) -> bool:
     """Return True where kernels score a cache by its codes: rq without bounds of its own."""
-    return bool(cache.store.facts.coded and not cache.store.rq_bounds)
+    return bool(cache.cache_config.method_spec.coded and not cache.cache_config.rq_bounds)
 
 
-def _unsupported_scoring(cache: Any, layer: int, q: Array, where: Where) -> str | None:
-    if cache.store.method == "meanstd" or covers_codes(cache):
+def _unsupported_scoring(cache: Any, layer: int, q: Array, plan: StepPlan) -> str | None:
+    if cache.cache_config.method == "meanstd" or covers_codes(cache):
         return None
-    return "rq with bounds of its own" if cache.store.rq_bounds else f"method {cache.store.method}"
+    return "rq with bounds of its own" if cache.cache_config.rq_bounds else f"method {cache.cache_config.method}"

@@ -1,9 +1,9 @@
-"""What a benchmark attends: keys and values in clusters, a cache filled with them, and fresh slots to write to.
+"""A benchmark's data: keys and values in clusters, a cache filled with them, and fresh slots to write to.
 
 Real keys share a large common mean and come in runs that are alike, so few groups hold most of the mass. Independent
-normal keys would make every group alike and every selection arbitrary. Here a key is the head's mean, the centre of
+normal keys would make every group alike and every selection arbitrary. Here a key is the head's mean, the centroid of
 the cluster of its run of 32 tokens, and noise; a query leans to one cluster. The noise repeats every 4,096 tokens
-(drawing it anew would take longer than filling the cache); values are made in the same way.
+(drawing it again would take longer than filling the cache); values are made in the same way.
 """
 
 from collections.abc import Iterator
@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.protocol import Array, Backend
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.gate.protocol import Array, Backend
-from eps_core.paging.where import Where
+from eps_core.kv_cache.step_plan import StepPlan
 
 CLUSTERS, RUN_TOKENS, NOISE_TOKENS, CHUNK_TOKENS = 64, 32, 4096, 8192
 MEAN_STD, CLUSTER_STD, NOISE_STD = 0.5, 0.7, 0.7  # of one dimension
-QUERY_LEAN = 1.0  # of a query to its cluster's centre, which stands for about 6 nats at 128 dimensions
+QUERY_LEAN = 1.0  # of a query to its cluster's centroid, which stands for about 6 nats at 128 dimensions
 DESCRIPTION = (
     f"keys and values: the head's mean (std {MEAN_STD}) + one of {CLUSTERS} centres (std {CLUSTER_STD}) for each run "
-    f"of {RUN_TOKENS} tokens + noise (std {NOISE_STD}); queries: noise (std 1) + one centre"
+    f"of {RUN_TOKENS} tokens + noise (std {NOISE_STD}); queries: noise (std 1) + one centroid"
 )
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one layer: B sequences of `context` tokens each."""
+    """The shape of one layer: B sequences of `context` tokens each."""
 
     context: int
     batch: int
@@ -101,11 +101,11 @@ class Layer:
     @property
     def groups(self) -> int:
         """Groups of one sequence."""
-        return -(-self.shape.context // self.config.store.S)
+        return -(-self.shape.context // self.config.cache_config.S)
 
-    def where(self, config: EpsConfig | None = None) -> Where:
+    def plan(self, config: EpsConfig | None = None) -> StepPlan:
         """A step over all that is written, read as `config` says, or as the layer's own."""
-        return Where.of(config or self.config, self.table, self.lengths)
+        return StepPlan.of(config or self.config, self.table, self.lengths)
 
     def write(self) -> Any:
         """One token of each sequence to slots that were never written, as decoding does."""
@@ -117,7 +117,9 @@ class Layer:
 
 def pool_units(shape: Shape, config: EpsConfig, spare_tokens: int) -> int:
     """Units of the pool that `fill` makes: P."""
-    return shape.batch * (-(-shape.context // config.store.unit_tokens) + -(-spare_tokens // config.store.unit_tokens))
+    return shape.batch * (
+        -(-shape.context // config.cache_config.unit_tokens) + -(-spare_tokens // config.cache_config.unit_tokens)
+    )
 
 
 def fill(
@@ -127,7 +129,7 @@ def fill(
     """A cache of one layer that holds the source's tokens, in units scattered over the pool as an engine's are.
     `wait(cache)` computes what was written so far. `drawn`: the same keys and values [B, Hkv, T, D], where they are on
     the device already. `kv_bits` of K and of V, as in `CacheSpec`."""
-    shape, unit = source.shape, config.store.unit_tokens
+    shape, unit = source.shape, config.cache_config.unit_tokens
     units, spare_units = -(-shape.context // unit), -(-spare_tokens // unit)
     order = np.random.default_rng(source.seed).permutation(shape.batch * (units + spare_units)).astype(np.int32)
     table, spare = np.split(order, [shape.batch * units])
@@ -136,7 +138,7 @@ def fill(
         1, shape.kv_heads, shape.head_dim, len(order), shape.dtype, max(8, shape.batch), k_bits=kv_bits[0],
         v_bits=kv_bits[1],
     )  # fmt: skip
-    cache = backend.new_cache(spec, config.store, device, kernels=kernels)
+    cache = backend.new_cache(spec, config.cache_config, device, kernels=kernels)
     for b in range(shape.batch):
         for start, k, v in _chunks(backend, source, device, b, drawn):
             tokens = np.arange(start, start + len(k))

@@ -1,4 +1,4 @@
-"""The dense arms of the bench: the platform's own attention and ours, each run once and compared with float64."""
+"""The dense variants of the bench: the platform's own attention and ours, each run once and compared with float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from eps_core.bench.proof import DENSE_TOLERANCE, GateError, dense_error
 from eps_core.config.bytes import kv_bytes
 from eps_core.errors import fault_line
 
-GRAPH = " (graph)"  # ends the names of arms that replay a recorded launch
+GRAPH = " (graph)"  # ends the names of variants that replay a recorded launch
 
 
 @dataclass
-class Arm:
+class Variant:
     """One thing that is timed. `kv_bytes`: what one call must add to the cache's count of K and V read."""
 
     call: Callable[[], Any]
@@ -35,9 +35,9 @@ class Arm:
         }  # fmt: skip
 
 
-class DenseArms:
-    """The dense arms of one shape, over contiguous copies of the cache's K and V [B, Hkv, T, D]; each was run once and
-    compared with float64."""
+class DenseVariants:
+    """The dense variants of one shape, over contiguous copies of the cache's K and V [B, Hkv, T, D]; each was run once
+    and compared with float64."""
 
     def __init__(self, platform: Any, timed: Callable[..., Any], layer: Layer) -> None:
         self.timed, shape = timed, layer.shape
@@ -45,9 +45,9 @@ class DenseArms:
         pairs = [layer.backend.read_kv(layer.cache, 0, row, shape.context) for row in layer.table]
         self.keys, self.values = (platform.stack_heads(parts) for parts in zip(*pairs, strict=True))
         del pairs
-        self.arms: dict[str, Arm] = {}
+        self.variants: dict[str, Variant] = {}
         self.failed: dict[str, str] = {}
-        for name, call in platform.dense_arms(self.keys, self.values, layer.q).items():
+        for name, call in platform.dense_variants(self.keys, self.values, layer.q).items():
             if not self._add(layer, name, call):
                 continue
             try:
@@ -59,7 +59,7 @@ class DenseArms:
                 self._add(layer, name + GRAPH, graph)
 
     def _add(self, layer: Layer, name: str, call: Callable[[], Any]) -> bool:
-        """Whether the arm runs and is right; if not, `failed` says why."""
+        """Return whether the variant runs and is right; if not, `failed` says why."""
         try:
             _, out = self.timed(call)
             error = dense_error(layer, out, self.keys, self.values)
@@ -70,18 +70,18 @@ class DenseArms:
         if not error <= limit:
             self.failed[name] = f"wrong: relative error {error:.2g}, {layer.shape.dtype} allows {limit:g}"
             return False
-        self.arms[name] = Arm(call, "dense", self.bytes)
+        self.variants[name] = Variant(call, "dense", self.bytes)
         return True
 
-    def eps_arm(self, layer: Layer) -> dict[str, Arm]:
+    def eps_variant(self, layer: Layer) -> dict[str, Variant]:
         """EPS's own dense attention over its paged cache."""
-        where = layer.where()
+        plan = layer.plan()
 
         def attend() -> Any:
-            return layer.backend.attend(layer.cache, 0, layer.q, where, None)
+            return layer.backend.attend(layer.cache, 0, layer.q, plan, None)
 
         _, (out, _) = self.timed(attend)
         error, limit = dense_error(layer, out, self.keys, self.values), DENSE_TOLERANCE[layer.shape.dtype]
         if not error <= limit:
             raise GateError(f"EPS's dense attention is wrong: relative error {error:.2g}: nothing was timed")
-        return {"eps dense": Arm(attend, "dense", self.bytes, self.bytes)}
+        return {"eps dense": Variant(attend, "dense", self.bytes, self.bytes)}

@@ -1,8 +1,8 @@
-"""Times one attention layer, dense and gated side by side, part by part; only what `proof` has verified.
+"""Times one attention layer, dense and sparse side by side, part by part; only what `proof` has verified.
 
-Every round runs every arm once, in an order that rotates, each after the caches were overwritten: what other layers do
-between two calls of one layer. Medians with their 10th and 90th percentile; dense arms read contiguous K and V, their
-best case, and the fastest of them is what a gated step is compared with.
+Every round runs every variant once, in an order that rotates, each after the caches were overwritten: what other layers
+do between two calls of one layer. Medians with their 10th and 90th percentile; dense variants read contiguous K and V,
+their best case, and the fastest of them is what a sparse step is compared with.
 """
 
 import os
@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.layer import sparse_attention
+from eps_core.attention.protocol import Backend
 from eps_core.bench.data import DESCRIPTION, Layer, Shape, Source, fill, pool_units
-from eps_core.bench.dense import GRAPH, Arm, DenseArms
+from eps_core.bench.dense import GRAPH, DenseVariants, Variant
 from eps_core.bench.plan import BenchRequest, budgeted, moved_bytes
 from eps_core.bench.proof import (
     GateError,
     Step,
-    check_gate,
+    check_sparse,
     check_values,
     require_same,
     run_step,
@@ -29,10 +31,8 @@ from eps_core.config.bytes import kv_bytes, summary_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu.host import flush_bytes
 from eps_core.errors import ConfigError, fault_line
-from eps_core.gate.attend import attend_layer
-from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, choose_device, load_backend, load_platform, resolve_kernels
-from eps_core.telemetry import provenance
+from eps_core.metrics import provenance
 
 MIN_ROUNDS, MAX_ROUNDS, MAX_WARM_ROUNDS = 5, 500, 300
 COPIES = 8  # at least so many big copies, of which the best counts
@@ -46,14 +46,14 @@ class _Checked:
     gate: dict[str, Any]
     values: dict[str, Any]
     moved: dict[str, int]  # bytes of each part
-    arms: dict[str, Arm]
-    failed: dict[str, str]  # arms that this machine cannot run, and why
+    variants: dict[str, Variant]
+    failed: dict[str, str]  # variants that this machine cannot run, and why
 
 
 class Bench:
     """One run: the backend with its platform, what was measured of it, and the lines of the record."""
 
-    def __init__(self, request: BenchRequest, progress: Callable[[int, int, str], None] = lambda *told: None) -> None:
+    def __init__(self, request: BenchRequest, progress: Callable[[int, int, str], None] = lambda *given: None) -> None:
         self.request, self.progress = request, progress
         self.backend: Backend = load_backend(request.backend)
         self.name = backend_name(self.backend)
@@ -87,7 +87,7 @@ class Bench:
 
     @property
     def interpreted(self) -> bool:
-        """Whether kernels for a GPU run in an interpreter: their times mean nothing."""
+        """Return whether kernels for a GPU run in an interpreter: their times mean nothing."""
         return self.kernels == "triton" and self.device == "cpu"
 
     def lines(self) -> Any:
@@ -98,13 +98,15 @@ class Bench:
         number, total = 0, len(self.shapes) * len(self.configs) * len(self.request.shares())
         for shape in self.shapes:
             source = Source(shape, self.request.seed)
-            dense: DenseArms | None = None
+            dense: DenseVariants | None = None
             for config in self.configs:
                 self.progress(number, total, f"filling {shape.batch} x {shape.context:,} tokens")
                 layer = self._fill(source, config, None if dense is None else (dense.keys, dense.values))
-                dense = dense or DenseArms(self.platform, self.timed, layer)
+                dense = dense or DenseVariants(self.platform, self.timed, layer)
                 for kind, share in self.request.shares():
-                    self.progress(number, total, f"{config.store.method}@{config.store.S}, {kind} {share:g}")
+                    self.progress(
+                        number, total, f"{config.cache_config.method}@{config.cache_config.S}, {kind} {share:g}"
+                    )
                     number += 1
                     yield self._cell(layer, dense, kind, share, roof)
 
@@ -114,19 +116,23 @@ class Bench:
         (shape,), (config,), ((kind, share),) = self.shapes, self.configs, self.request.shares()
         self.progress(0, 2, f"filling {shape.context:,} tokens")
         layer = self._fill(Source(shape, self.request.seed), config)
-        dense = DenseArms(self.platform, self.timed, layer)
+        dense = DenseVariants(self.platform, self.timed, layer)
         self.progress(1, 2, f"{shape.context:,} tokens")
         checked = self._checked(layer, dense, kind, share)
-        arms = {n: arm for n, arm in checked.arms.items() if arm.kind == "dense" or n in ("step", "step" + GRAPH)}
-        self._measure(layer, arms)
+        variants = {
+            n: variant
+            for n, variant in checked.variants.items()
+            if variant.kind == "dense" or n in ("step", "step" + GRAPH)
+        }
+        self._measure(layer, variants)
         self.progress(2, 2, "")
-        ms = {name: float(np.median(arm.samples_ms)) for name, arm in arms.items()}
-        best = min((name for name, arm in arms.items() if arm.kind == "dense"), key=ms.__getitem__)
+        ms = {name: float(np.median(variant.samples_ms)) for name, variant in variants.items()}
+        best = min((name for name, variant in variants.items() if variant.kind == "dense"), key=ms.__getitem__)
         step_ms = ms.get("step" + GRAPH, ms["step"])
         return {
             **asdict(shape),
-            "method": config.store.method,
-            "group_tokens": config.store.S,
+            "method": config.cache_config.method,
+            "group_size": config.cache_config.S,
             "best_dense": best,
             "best_dense_ms": ms[best],
             "step_ms": step_ms,
@@ -165,7 +171,7 @@ class Bench:
         size = min(max(4 * (self.last_cache_bytes or 0), 128 * 2**20), LARGEST_COPY_BYTES)
         size = min(size, (self.platform.free_bytes(self.device) or size * 16) // 16)
         best: dict[str, float] = {}
-        for name, (function, moved) in self.platform.bandwidth_arms(size, self.device).items():
+        for name, (function, moved) in self.platform.bandwidth_variants(size, self.device).items():
             times: list[float] = []
             start = time.monotonic()
             while len(times) < COPIES or time.monotonic() - start < COPY_SECONDS:
@@ -180,12 +186,14 @@ class Bench:
     def _check_memory(self, shape: Shape) -> None:
         need = 0
         for config in self.configs:
-            unit = config.store.unit_tokens
+            unit = config.cache_config.unit_tokens
             pool = pool_units(shape, config, self._spare_tokens()) * unit
             dense = kv_bytes(1, shape.kv_heads, shape.head_dim, shape.batch * shape.context, shape.dtype)
             held = kv_bytes(1, shape.kv_heads, shape.head_dim, pool, shape.dtype)
             # dense K and V twice: a library may want them in pages, a matmul in another dtype
-            need = max(need, 2 * dense + held + summary_bytes(config.store, 1, shape.kv_heads, shape.head_dim, pool))
+            need = max(
+                need, 2 * dense + held + summary_bytes(config.cache_config, 1, shape.kv_heads, shape.head_dim, pool)
+            )
         free = self.platform.free_bytes(self.device)
         if free is not None and need > free:
             raise ConfigError(
@@ -202,35 +210,35 @@ class Bench:
         return len(self.request.shares()) * 2 * (1 + MAX_WARM_ROUNDS + self._max_rounds)
 
     def _refusing(self, config: EpsConfig, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function gives; GateError where it fails."""
+        """Return the function's result; raise GateError where it fails."""
         try:
             return function(*arguments)
         except ConfigError:
             raise
         except Exception as error:  # a kernel may fail in any way, and the user asked for a time
-            what = f"{config.store.method}@{config.store.S} by kernels {self.kernels}"
+            what = f"{config.cache_config.method}@{config.cache_config.S} by kernels {self.kernels}"
             raise GateError(f"{what} failed: {fault_line(error)}: nothing was timed") from error
 
-    def _checked(self, layer: Layer, dense: "DenseArms", kind: str, share: float) -> "_Checked":
+    def _checked(self, layer: Layer, dense: "DenseVariants", kind: str, share: float) -> "_Checked":
         """Everything of one cell that may be timed: found to skip groups, to read what was selected, to be right."""
         config = budgeted(layer.config, layer.shape, kind, share)
         step = self._refusing(config, run_step, layer, config, self.platform.synchronize)
-        gate = check_gate(layer, step, self.kernels, partial=share < 1)
+        gate = check_sparse(layer, step, self.kernels, partial=share < 1)
         values = check_values(layer, config, step, dense.keys, dense.values)
         moved = moved_bytes(layer, config, gate["kv_bytes"])
-        arms = {**dense.arms, **dense.eps_arm(layer), **_eps_arms(layer, config, step, moved)}
+        variants = {**dense.variants, **dense.eps_variant(layer), **_eps_variants(layer, config, step, moved)}
         failed = dict(dense.failed)
-        self._add_graphs(layer, config, step, moved, arms, failed)
+        self._add_graphs(layer, config, step, moved, variants, failed)
         for name in ("step", "step_with_write"):
-            _, result = self.timed(arms[name].call)
+            _, result = self.timed(variants[name].call)
             require_same(layer, result[0], step.merged, f"its own parts, as {name}")
-        return _Checked(config, gate, values, moved, arms, failed)
+        return _Checked(config, gate, values, moved, variants, failed)
 
-    def _cell(self, layer: Layer, dense: "DenseArms", kind: str, share: float, roof: float) -> dict[str, Any]:
+    def _cell(self, layer: Layer, dense: "DenseVariants", kind: str, share: float, roof: float) -> dict[str, Any]:
         shape, checked = layer.shape, self._checked(layer, dense, kind, share)
-        config, moved, arms = checked.config, checked.moved, checked.arms
-        rounds, warm_rounds = self._measure(layer, arms)
-        stats = {name: arm.statistics(roof) for name, arm in arms.items()}
+        config, moved, variants = checked.config, checked.moved, checked.variants
+        rounds, warm_rounds = self._measure(layer, variants)
+        stats = {name: variant.statistics(roof) for name, variant in variants.items()}
         best = min((name for name in stats if stats[name]["kind"] == "dense"), key=lambda name: stats[name]["ms"])
         graphed = stats.get("step" + GRAPH)
         total_bytes = moved["step"]
@@ -241,13 +249,13 @@ class Bench:
             "kernels": layer.cache.kernels,
             "interpreted": self.interpreted,
             **asdict(shape),
-            "method": config.store.method,
-            "group_tokens": config.store.S,
+            "method": config.cache_config.method,
+            "group_size": config.cache_config.S,
             "asked": {kind: share},
             "config": config.to_dict(),
             **checked.gate,
             "summary_bytes": moved["score"],
-            "tail_bytes": moved["tail"],
+            "correction_bytes": moved["correction"],
             "bytes_read": total_bytes,
             "dense_bytes": dense.bytes,
             "bytes_ratio": total_bytes / dense.bytes,
@@ -257,7 +265,7 @@ class Bench:
             "dense_exceeds_last_cache": _exceeds(dense.bytes, self.last_cache_bytes),
             "gated_exceeds_last_cache": _exceeds(total_bytes, self.last_cache_bytes),
             "arms": stats,
-            "failed_arms": checked.failed,
+            "failed_variants": checked.failed,
             "best_dense": best,
             "best_dense_ms": stats[best]["ms"],
             "step_ms": stats["step"]["ms"],
@@ -269,18 +277,18 @@ class Bench:
         }
 
     def _add_graphs(
-        self, layer: Layer, config: EpsConfig, step: Step, moved: dict[str, int], arms: dict[str, Arm],
+        self, layer: Layer, config: EpsConfig, step: Step, moved: dict[str, int], variants: dict[str, Variant],
         failed: dict[str, str],
     ) -> None:  # fmt: skip
         """Recorded launches of the parts that have them, each checked against the parts themselves, and one of the
         step, which `graphed_step_ms` is of."""
         try:
-            parts = self.platform.device_parts(layer.cache, layer.q, layer.where(config))
+            parts = self.platform.device_parts(layer.cache, layer.q, layer.plan(config))
         except RuntimeError as error:
             failed["parts" + GRAPH] = fault_line(error)
             return
         whole = step.merged[0], step.read[1]
-        right = {"attend": step.read, "attend_with_tail": whole, "step": whole}
+        right = {"attend": step.read, "attend_with_correction": whole, "step": whole}
         for name, part in parts.items():
             try:
                 graph = self.platform.capture(part)
@@ -291,59 +299,59 @@ class Bench:
                 return
             if name in right:
                 require_same(layer, self.timed(graph)[1], right[name], f"its own parts, as the graph of {name}")
-            arms[name + GRAPH] = Arm(graph, "eps", moved[name])
+            variants[name + GRAPH] = Variant(graph, "eps", moved[name])
 
-    def _measure(self, layer: Layer, arms: dict[str, Arm]) -> tuple[int, int]:
+    def _measure(self, layer: Layer, variants: dict[str, Variant]) -> tuple[int, int]:
         """(rounds, rounds before them that only warmed up). Raises GateError where a call read other than it must."""
-        request, names = self.request, list(arms)
-        for arm in arms.values():
-            arm.samples_ms = []
+        request, names = self.request, list(variants)
+        for variant in variants.values():
+            variant.samples_ms = []
         start, warm = time.monotonic(), 0
         while warm < MAX_WARM_ROUNDS and (warm == 0 or time.monotonic() - start < request.warm_seconds):
-            self._round(layer, arms, names, keep=False)
+            self._round(layer, variants, names, keep=False)
             warm += 1
         start, rounds = time.monotonic(), 0
         while rounds < self._max_rounds:
-            # a fixed neighbour would be measured along: threads of the arm before may still spin
-            self._round(layer, arms, random.Random(rounds).sample(names, len(names)), keep=True)
+            # a fixed neighbour would be measured along: threads of the variant before may still spin
+            self._round(layer, variants, random.Random(rounds).sample(names, len(names)), keep=True)
             rounds += 1
             if request.seconds is not None and rounds >= MIN_ROUNDS and time.monotonic() - start >= request.seconds:
                 break
         return rounds, warm
 
-    def _round(self, layer: Layer, arms: dict[str, Arm], names: Sequence[str], keep: bool) -> None:
+    def _round(self, layer: Layer, variants: dict[str, Variant], names: Sequence[str], keep: bool) -> None:
         for name in names:
-            arm, before = arms[name], layer.cache.kv_bytes_read
+            variant, before = variants[name], layer.cache.kv_bytes_read
             self.flush()
-            elapsed_ms, _ = self.timed(arm.call)
+            elapsed_ms, _ = self.timed(variant.call)
             read = layer.cache.kv_bytes_read - before
-            if read != arm.kv_bytes:
+            if read != variant.kv_bytes:
                 raise GateError(
-                    f"{name} read {read:,} bytes of K and V in a timed call, and must read {arm.kv_bytes:,}"
+                    f"{name} read {read:,} bytes of K and V in a timed call, and must read {variant.kv_bytes:,}"
                 )
             if keep:
-                arm.samples_ms.append(elapsed_ms)
+                variant.samples_ms.append(elapsed_ms)
 
 
-def _eps_arms(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int]) -> dict[str, Arm]:
+def _eps_variants(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int]) -> dict[str, Variant]:
     """The parts of a step, each with the results of `first` as its input, and the step as a decoder takes it: with its
     statistics, and dense where every group would be read. What a step knows once for all layers is known before."""
-    backend, where = layer.backend, layer.where(config)
+    backend, plan = layer.backend, layer.plan(config)
 
     def score() -> Any:
-        return backend.score(layer.cache, 0, layer.q, where)
+        return backend.score(layer.cache, 0, layer.q, plan)
 
     def select(scores: Any = first.scores) -> Any:
-        return backend.select(scores, where)
+        return backend.select(scores, plan)
 
     def attend(selection: Any = first.selection) -> Any:
-        return backend.attend(layer.cache, 0, layer.q, where, selection)
+        return backend.attend(layer.cache, 0, layer.q, plan, selection)
 
-    def tail(scores: Any = first.scores, selection: Any = first.selection, state: Any = first.read) -> Any:
-        return backend.add_tail(layer.cache, 0, where, scores, selection, state)
+    def correction(scores: Any = first.scores, selection: Any = first.selection, state: Any = first.read) -> Any:
+        return backend.add_correction(layer.cache, 0, plan, scores, selection, state)
 
     def step() -> Any:
-        out, one = attend_layer(backend, layer.cache, 0, layer.q, where)
+        out, one = sparse_attention(backend, layer.cache, 0, layer.q, plan)
         return (out, one.lse), *one.pending.values()
 
     def step_with_write() -> Any:
@@ -352,17 +360,19 @@ def _eps_arms(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int
 
     read = first.kv_bytes
     # a step that would read every group reads every token, and scores none
-    whole = int(where.lengths.sum()) * layer.shape.kv_heads * layer.cache.spec.kv_token_bytes
-    taken = whole if where.reads_all(0) else read
-    arms = {
-        "score": Arm(score, "eps", moved["score"]),
-        "select": Arm(select, "eps", moved["select"]),
-        "attend": Arm(attend, "eps", moved["attend"], read),
-        "write": Arm(layer.write, "eps", moved["write"]),
-        "step": Arm(step, "eps", moved["step"], taken),
-        "step_with_write": Arm(step_with_write, "eps", moved["step"] + moved["write"], taken),
+    whole = int(plan.lengths.sum()) * layer.shape.kv_heads * layer.cache.spec.kv_token_bytes
+    taken = whole if plan.reads_all(0) else read
+    variants = {
+        "score": Variant(score, "eps", moved["score"]),
+        "select": Variant(select, "eps", moved["select"]),
+        "attend": Variant(attend, "eps", moved["attend"], read),
+        "write": Variant(layer.write, "eps", moved["write"]),
+        "step": Variant(step, "eps", moved["step"], taken),
+        "step_with_write": Variant(step_with_write, "eps", moved["step"] + moved["write"], taken),
     }
-    return arms | ({"tail": Arm(tail, "eps", moved["tail"])} if config.store.tail_tokens else {})
+    return variants | (
+        {"correction": Variant(correction, "eps", moved["correction"])} if config.cache_config.correction_tokens else {}
+    )
 
 
 def _exceeds(num_bytes: int, last_cache: int | None) -> bool | None:

@@ -1,4 +1,4 @@
-"""What a benchmark times, how many groups that visits, and how many bytes each part of it must move."""
+"""The plan of a benchmark: the calls to time, how many groups they select, and how many bytes each part must move."""
 
 import math
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ import numpy as np
 
 from eps_core.bench.data import Layer, Shape
 from eps_core.bench.proof import GateError
-from eps_core.config.bytes import scoring_bytes, tail_bytes
+from eps_core.config.bytes import correction_bytes, scoring_bytes
+from eps_core.config.cache import DTYPE_BYTES, METHODS, sized_method
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES, METHODS, sized_method
 from eps_core.errors import ConfigError
-from eps_core.paging.where import Where
+from eps_core.kv_cache.step_plan import StepPlan
 
 SCALING_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 DEFAULT_REPEATS, DEFAULT_FRACTIONS = 20, (0.1, 1.0)
@@ -20,8 +20,8 @@ DEFAULT_REPEATS, DEFAULT_FRACTIONS = 20, (0.1, 1.0)
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to time: every combination of contexts, batches, dtypes, methods and shares. A method may name its group
-    size, rq@4; every other is taken with each of `group_tokens`."""
+    """Settings of a benchmark: every combination of contexts, batches, dtypes, methods and shares. A method may name
+    its group size, rq@4; every other is taken with each of `group_size`."""
 
     contexts: tuple[int, ...] = (4096, 32768)
     batches: tuple[int, ...] = (1,)
@@ -29,7 +29,7 @@ class BenchRequest:
     byte_shares: tuple[float, ...] = ()  # of the dense bytes, summaries included; replaces `fractions`
     dtypes: tuple[str, ...] = ("auto",)
     methods: tuple[str, ...] = ("rq", "box")
-    group_tokens: tuple[int | None, ...] = (None,)
+    group_size: tuple[int | None, ...] = (None,)
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
@@ -54,30 +54,31 @@ class BenchRequest:
             if method == "off":
                 raise GateError("method off gates nothing and there is nothing to time: choose rq, box or another one")
             configs += [
-                EpsConfig.of(method=method, group_tokens=tokens, block_size=self.block_size)
-                for tokens in (self.group_tokens if size is None else (size,))
+                EpsConfig.of(method=method, group_size=tokens, block_size=self.block_size)
+                for tokens in (self.group_size if size is None else (size,))
             ]
         return list(dict.fromkeys(configs))
 
 
 def budgeted(config: EpsConfig, shape: Shape, kind: str, share: float) -> EpsConfig:
-    """The config whose topk visits that share of the groups, or as many as fit that share of the dense bytes beside
-    the summaries. Raises ConfigError where none fits, or where the guards alone take more."""
+    """The config whose topk selects that share of the groups, or as many as fit that share of the dense bytes beside
+    the summaries. Raises ConfigError where none fits, or where the sink and recent tokens alone take more."""
     if not 0 < share <= 1:
         raise ConfigError(f"{kind} {share:g} is outside (0, 1]: use 0.1")
-    groups = -(-shape.context // config.store.S)
+    groups = -(-shape.context // config.cache_config.S)
     if kind == "fraction":
         return config.replace(top_pages=max(1, round(share * groups)))
     beside = scoring_bytes(config, shape.head_dim, [shape.context])
     token = 2 * shape.head_dim * DTYPE_BYTES[shape.dtype]
-    wanted = math.floor((share * shape.context * token - beside) / (config.store.S * token))
-    units = np.arange(-(-shape.context // config.store.unit_tokens))
-    guards = int(Where.of(config, units[None], np.array([shape.context])).num_forced[0])
-    if wanted < max(guards, 1):
-        least = (beside + max(guards, 1) * config.store.S * token) / (shape.context * token)
+    wanted = math.floor((share * shape.context * token - beside) / (config.cache_config.S * token))
+    units = np.arange(-(-shape.context // config.cache_config.unit_tokens))
+    selectable = int(StepPlan.of(config, units[None], np.array([shape.context])).num_always_selected[0])
+    if wanted < max(selectable, 1):
+        least = (beside + max(selectable, 1) * config.cache_config.S * token) / (shape.context * token)
         raise ConfigError(
-            f"bytes {share:g} cannot hold the summaries of {config.store.method}@{config.store.S} and its guards, "
-            f"which are {least:.3f} of the dense bytes of context {shape.context}: raise --bytes above that"
+            f"bytes {share:g} cannot hold the summaries of {config.cache_config.method}@{config.cache_config.S} and "
+            f"its sink and recent tokens, which are {least:.3f} of the dense bytes of context {shape.context}: "
+            "raise --bytes above that"
         )
     return config.replace(top_pages=min(wanted, groups))
 
@@ -86,15 +87,15 @@ def moved_bytes(layer: Layer, config: EpsConfig, kv_read: int) -> dict[str, int]
     """Bytes that each part must move: stored summaries, K, V and means as the cache counts them; the float32 estimates
     that selection reads; the K and V that a write stores."""
     shape, heads = layer.shape, layer.shape.kv_heads
-    lengths, where = layer.lengths.tolist(), layer.where(config)
+    lengths, plan = layer.lengths.tolist(), layer.plan(config)
     whole = heads * scoring_bytes(config, shape.head_dim, lengths)
-    tail = heads * sum(tail_bytes(config.store, shape.head_dim, length) for length in lengths)
+    correction = heads * sum(correction_bytes(config.cache_config, shape.head_dim, length) for length in lengths)
     return {
-        "score": whole - tail,
-        "select": 4 * heads * int(where.ends.sum()),
+        "score": whole - correction,
+        "select": 4 * heads * int(plan.ends.sum()),
         "attend": kv_read,
-        "tail": tail,
-        "attend_with_tail": kv_read + tail,
+        "correction": correction,
+        "attend_with_correction": kv_read + correction,
         "write": heads * shape.batch * layer.cache.spec.kv_token_bytes,
-        "step": heads * sum(lengths) * layer.cache.spec.kv_token_bytes if where.reads_all(0) else whole + kv_read,
+        "step": heads * sum(lengths) * layer.cache.spec.kv_token_bytes if plan.reads_all(0) else whole + kv_read,
     }

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.layer import sparse_attention
+from eps_core.attention.protocol import Array, Scores, Selection
 from eps_core.bench.data import Layer
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
-from eps_core.gate.attend import attend_layer
-from eps_core.gate.protocol import Array, Scores, Selection
-from eps_core.oracle.formulas import attend_keys
+from eps_core.reference.formulas import attend_keys
 
 State = tuple[Array, Array]
 
@@ -23,7 +23,7 @@ ESTIMATE_TOLERANCE = 5e-3  # nats, and of itself; estimates are float32
 # estimates near the edge of the refined eighth may be refined by one path alone
 ODD_ESTIMATES = 0.01
 SAMPLED_PAIRS = 4  # (sequence, kv head)s that are compared with float64
-PARTS = ("score", "select", "attend", "attend_tail")
+PARTS = ("score", "select", "attend", "attend_correction")
 
 
 class GateError(ConfigError):
@@ -37,34 +37,34 @@ class Step:
     scores: Scores
     selection: Selection
     read: State  # over the selected groups
-    tail: State | None
+    correction: State | None
     merged: State
     kv_bytes: int  # what the cache counted during `read`
 
 
 def run_step(layer: Layer, config: EpsConfig, wait: Callable[..., None]) -> Step:
     """One step through the backend's own functions, on the layer's cache."""
-    backend, cache, where = layer.backend, layer.cache, layer.where(config)
-    scores = backend.score(cache, 0, layer.q, where)
-    selection = backend.select(scores, where)
+    backend, cache, plan = layer.backend, layer.cache, layer.plan(config)
+    scores = backend.score(cache, 0, layer.q, plan)
+    selection = backend.select(scores, plan)
     wait(scores, selection)
     before = cache.kv_bytes_read
-    read = backend.attend(cache, 0, layer.q, where, selection)
+    read = backend.attend(cache, 0, layer.q, plan, selection)
     wait(read)
     kv_bytes = cache.kv_bytes_read - before
-    tail = None
-    if config.store.tail_tokens:
-        tail = backend.attend_tail(cache, 0, where, scores, selection, read[1])
-    merged = read if tail is None else backend.merge(read, tail)
-    wait(tail, merged)
-    return Step(scores, selection, read, tail, merged, kv_bytes)
+    correction = None
+    if config.cache_config.correction_tokens:
+        correction = backend.attend_correction(cache, 0, plan, scores, selection, read[1])
+    merged = read if correction is None else backend.merge(read, correction)
+    wait(correction, merged)
+    return Step(scores, selection, read, correction, merged, kv_bytes)
 
 
-def check_gate(layer: Layer, step: Step, asked_kernels: str, partial: bool) -> dict[str, Any]:
-    """What the record says of the gate. Raises GateError unless groups were skipped (where `partial` asks for it),
-    exactly the listed ones were read, and the kernels are the ones asked for."""
+def check_sparse(layer: Layer, step: Step, asked_kernels: str, partial: bool) -> dict[str, Any]:
+    """Return the record's facts about the selection. Raises GateError unless groups were skipped (where `partial` asks
+    for it), exactly the listed ones were read, and the kernels are the ones asked for."""
     config, cache, backend = layer.config, layer.cache, layer.backend
-    if not config.store.enabled:
+    if not config.cache_config.enabled:
         raise GateError("method off gates nothing: choose rq, box or another --method")
     if cache.kernels != asked_kernels and asked_kernels != "auto":
         raise GateError(f"kernels {asked_kernels} were asked for and the cache has {cache.kernels}: nothing was timed")
@@ -79,42 +79,42 @@ def check_gate(layer: Layer, step: Step, asked_kernels: str, partial: bool) -> d
     total = layer.groups * counts.size
     if partial and (counts == layer.groups).any():
         raise GateError(
-            f"the gate was not active: it visits all {layer.groups:,} groups of a context of {layer.shape.context:,} "
-            f"({int(step.selection.forced.max()):,} as guards or for want of a summary): raise --context or lower "
-            "--fraction"
+            f"the gate was not active: it selects all {layer.groups:,} groups of a context of {layer.shape.context:,} "
+            f"({int(step.selection.always_selected.max()):,} as sink and recent tokens or for want of a summary): "
+            "raise --context or lower --fraction"
         )
-    expected = int(counts.sum()) * config.store.S * cache.spec.kv_token_bytes
+    expected = int(counts.sum()) * config.cache_config.S * cache.spec.kv_token_bytes
     if step.kv_bytes != expected:
         raise GateError(
             f"attention read {step.kv_bytes:,} bytes of K and V and its selection lists {expected:,}: nothing was timed"
         )
     return {
         "groups_total": total,
-        "groups_visited": int(counts.sum()),
-        "groups_forced": int(step.selection.forced.sum()) * counts.shape[1],
-        "visit_ratio": int(counts.sum()) / total,
+        "groups_selected": int(counts.sum()),
+        "groups_always_selected": int(step.selection.always_selected.sum()) * counts.shape[1],
+        "selected_ratio": int(counts.sum()) / total,
         "kv_bytes": expected,
     }
 
 
 def check_values(layer: Layer, config: EpsConfig, step: Step, keys: Array, values: Array) -> dict[str, Any]:
-    """What the record says of the step's values. Raises GateError unless what was read equals float64 attention over
-    the listed groups, of a few heads, and every part equals the array functions, of all. keys and values
+    """Return the record's facts about a step's values. Raises GateError unless what was read equals float64 attention
+    over the listed groups, of a few heads, and every part equals the array functions, of all. keys and values
     [B, Hkv, T, D] are the cache's own, in order."""
     worst = _against_float64(layer, step, keys, values)
     compared_with, computed_by = "float64", dict.fromkeys(PARTS, "arrays")
     if layer.cache.kernels != "arrays":
         worst = {name: max(worst[name], error) for name, error in _against_arrays(layer, config, step).items()}
         compared_with, computed_by = "float64 and arrays", _computed_by(layer, config, step)
-    where = layer.where(config)
-    if not where.reads_all(0):  # the layer as a decoder takes it, once its parts are judged
-        whole, one = attend_layer(layer.backend, layer.cache, 0, layer.q, where)
+    plan = layer.plan(config)
+    if not plan.reads_all(0):  # the layer as a decoder takes it, once its parts are judged
+        whole, one = sparse_attention(layer.backend, layer.cache, 0, layer.q, plan)
         require_same(layer, (whole, one.lse), step.merged, "its own parts, one by one")
     return {"compared_with": compared_with, **worst, "computed_by": computed_by}
 
 
 def _against_float64(layer: Layer, step: Step, keys: Array, values: Array) -> dict[str, float]:
-    backend, size = layer.backend, layer.config.store.S
+    backend, size = layer.backend, layer.config.cache_config.S
     groups, counts = (backend.to_numpy(part) for part in (step.selection.groups, step.selection.counts))
     out, lse = (backend.to_numpy(part).astype(np.float64) for part in step.read)
     q = backend.to_numpy(layer.q).astype(np.float64)
@@ -134,28 +134,28 @@ def _against_float64(layer: Layer, step: Step, keys: Array, values: Array) -> di
 def _against_arrays(layer: Layer, config: EpsConfig, step: Step) -> dict[str, float]:
     """Every part of the step against the array function of its name, given the same input."""
     backend, plain = layer.backend, replace(layer.cache, kernels="arrays")
-    if plain.tail is not None:
-        plain.tail = replace(plain.tail, kernels="arrays")
-    where = layer.where(config)
+    if plain.correction is not None:
+        plain.correction = replace(plain.correction, kernels="arrays")
+    plan = layer.plan(config)
     estimate = backend.to_numpy(step.scores.estimate).astype(np.float64)
-    expected = backend.to_numpy(backend.score(plain, 0, layer.q, where).estimate).astype(np.float64)
+    expected = backend.to_numpy(backend.score(plain, 0, layer.q, plan).estimate).astype(np.float64)
     finite = np.isfinite(expected)
     with np.errstate(invalid="ignore"):
         near = np.abs(estimate - expected) <= ESTIMATE_TOLERANCE * (1 + np.abs(expected))
     odd = 1 - np.where(finite, near, estimate == expected).mean()
     if not odd <= ODD_ESTIMATES:
         raise GateError(f"{100 * odd:.1f} % of the estimates differ from the array path's: nothing was timed")
-    selection = backend.select(replace(step.scores, kernels="arrays"), where)
+    selection = backend.select(replace(step.scores, kernels="arrays"), plan)
     for name in ("groups", "counts"):
         if not np.array_equal(
             backend.to_numpy(getattr(selection, name)), backend.to_numpy(getattr(step.selection, name))
         ):
             raise GateError(f"the {name} selected differ from the array path's: nothing was timed")
-    listed = replace(step.selection, visit=None)
-    states = [(step.read, backend.attend(plain, 0, layer.q, where, listed))]
-    if step.tail is not None:
-        tail = backend.attend_tail(plain, 0, where, step.scores, listed, step.read[1])
-        states += [(step.tail, tail), (step.merged, backend.merge(step.read, tail))]
+    listed = replace(step.selection, selected_mask=None)
+    states = [(step.read, backend.attend(plain, 0, layer.q, plan, listed))]
+    if step.correction is not None:
+        correction = backend.attend_correction(plain, 0, plan, step.scores, listed, step.read[1])
+        states += [(step.correction, correction), (step.merged, backend.merge(step.read, correction))]
     worst = {"out_error": 0.0, "lse_error": 0.0}
     for state, right in states:
         for name, error in compare_states(layer, state, right).items():
@@ -188,7 +188,7 @@ def _require_close(layer: Layer, worst: dict[str, float], what: str) -> None:
     for name, limit in (("out_error", tolerance), ("lse_error", LSE_TOLERANCE)):
         if not worst[name] <= limit:  # NaN too
             raise GateError(
-                f"gated attention by kernels {layer.cache.kernels} is wrong: {name.replace('_', ' ')} "
+                f"sparse attention by kernels {layer.cache.kernels} is wrong: {name.replace('_', ' ')} "
                 f"{worst[name]:.2g} against {what}, and {layer.shape.dtype} allows {limit:g}: nothing was timed"
             )
 
@@ -226,24 +226,24 @@ def _larger(first: float, second: float) -> float:
 
 
 def _computed_by(layer: Layer, config: EpsConfig, step: Step) -> dict[str, str]:
-    """What computes each part: the cache's kernels, or array operations for what has none. Raises GateError where
-    attention itself has none."""
-    cache, where = layer.cache, layer.where(config)
+    """Return the code that computes each part: the cache's kernels, or array operations for what has none. Raises
+    GateError where attention itself has none."""
+    cache, plan = layer.cache, layer.plan(config)
     given: dict[str, tuple[Any, ...]] = {
-        "score": (cache, 0, layer.q, where),
-        "select": (step.scores, where, 0),
-        "attend": (cache, 0, layer.q, where, step.selection),
-        "attend_tail": (cache, 0, where, step.scores, step.selection, step.read[1]),
+        "score": (cache, 0, layer.q, plan),
+        "select": (step.scores, plan, 0),
+        "attend": (cache, 0, layer.q, plan, step.selection),
+        "attend_correction": (cache, 0, plan, step.scores, step.selection, step.read[1]),
     }
-    if step.tail is None:
-        del given["attend_tail"]
+    if step.correction is None:
+        del given["attend_correction"]
     by = {}
     for name, arguments in given.items():
         kernel = layer.backend.kernel_of(cache, name)
         by[name] = "arrays" if kernel is None or kernel(*arguments) is None else cache.kernels
     if by["attend"] == "arrays":
         raise GateError(
-            f"kernels {cache.kernels} have no attention for groups of {config.store.S} tokens and head dim "
+            f"kernels {cache.kernels} have no attention for groups of {config.cache_config.S} tokens and head dim "
             f"{layer.shape.head_dim}: nothing was timed; use --kernels arrays"
         )
     return by

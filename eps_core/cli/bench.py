@@ -1,4 +1,4 @@
-"""`eps-proto bench`: times one attention layer, dense and gated."""
+"""`eps-proto bench`: times one attention layer, dense and sparse."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,12 +12,12 @@ from eps_core.cli.help import INPUT, MEASURING, METHOD, OUTPUT, OUTPUT_FILE, SEL
 from eps_core.cli.numbers import MOST_SECONDS, PART, SEED, TOKENS, ListOf, Real, SizedMethod
 from eps_core.cli.options import given_flags, kernels_option
 from eps_core.cli.source import backend_option, device_option
-from eps_core.config.store import DTYPE_BYTES, METHODS
+from eps_core.config.cache import DTYPE_BYTES, METHODS
 from eps_core.errors import ConfigError
-from eps_core.files import outputs
+from eps_core.io import outputs
+from eps_core.metrics import terminal
 from eps_core.report.bench_plot import PLOTS, draw
 from eps_core.report.style import need
-from eps_core.telemetry import terminal
 
 
 @command(
@@ -30,66 +30,81 @@ from eps_core.telemetry import terminal
 )
 @backend_option
 @device_option
-@option("--context", heading=INPUT, type=ListOf(TOKENS), default="4096,32768", show_default=True, help="Tokens.")
 @option(
-    "--scaling", heading=INPUT, is_flag=True, help=f"Contexts {', '.join(map(str, SCALING_CONTEXTS))} of one dtype."
+    "--context",
+    heading=INPUT,
+    type=ListOf(TOKENS),
+    default="4096,32768",
+    show_default=True,
+    help="Context lengths in tokens.",
 )
-@option("--batch", heading=INPUT, type=ListOf(TOKENS), default="1", show_default=True, help="Sequences.")
+@option(
+    "--scaling",
+    heading=INPUT,
+    is_flag=True,
+    help=f"Measure contexts {', '.join(map(str, SCALING_CONTEXTS))} of one dtype.",
+)
+@option("--batch", heading=INPUT, type=ListOf(TOKENS), default="1", show_default=True, help="Sequences in a batch.")
 @option(
     "--fraction", heading=SELECTION, type=ListOf(PART),
-    help=f"Share of the groups that is visited.  [default: {','.join(map(str, DEFAULT_FRACTIONS))}]",
+    help=f"Share of the groups that is selected.  [default: {','.join(map(str, DEFAULT_FRACTIONS))}]",
 )  # fmt: skip
 @option(
     "--bytes", "byte_shares", heading=SELECTION, type=ListOf(PART),
-    help="Instead of --fraction: visit as many groups as fit this share of the dense bytes, summaries included.",
+    help="Share of the dense bytes, summaries included, that the selected groups may take; replaces --fraction.",
 )  # fmt: skip
 @option(
     "--dtype", heading=INPUT, type=ListOf(click.Choice(("auto", *DTYPE_BYTES))), default="auto", show_default=True,
-    help="Of cache and queries; auto: float32 on a CPU, else bfloat16.",
+    help="Dtype of cache and queries; auto: float32 on a CPU, else bfloat16.",
 )  # fmt: skip
 @option("--q-heads", heading=INPUT, type=TOKENS, default=32, show_default=True)
 @option("--kv-heads", heading=INPUT, type=TOKENS, default=8, show_default=True)
 @option("--head-dim", heading=INPUT, type=TOKENS, default=128, show_default=True)
 @option(
     "--method", also=["--methods", "--eps-method"], heading=METHOD, type=ListOf(SizedMethod(METHODS)), default="rq,box",
-    show_default=True, help="With group sizes where not the default: rq@2,box@128.",
+    show_default=True, help="Summary methods; @N sets the group size: rq@2,box@128.",
 )  # fmt: skip
 @option(
-    "--group-tokens", also=["--eps-group-tokens"], heading=METHOD, type=ListOf(TOKENS),
-    help="Of every method that names none.  [default: each method's best]",
+    "--group-size", also=["--eps-group-size", "--group-tokens", "--eps-group-tokens"], heading=METHOD,
+    type=ListOf(TOKENS), help="Group size in tokens of methods without @N.  [default: each method's best]",
 )  # fmt: skip
-@option("--block-size", heading=METHOD, type=TOKENS, default=16, show_default=True, help="Tokens of a page.")
+@option("--block-size", heading=METHOD, type=TOKENS, default=16, show_default=True, help="Tokens of a block.")
 @kernels_option
-@option("--repeats", heading=MEASURING, type=TOKENS, help=f"Rounds of every cell.  [default: {DEFAULT_REPEATS}]")
+@option("--repeats", heading=MEASURING, type=TOKENS, help=f"Measurements of every cell.  [default: {DEFAULT_REPEATS}]")
 @option(
     "--seconds", heading=MEASURING, type=Real(0, MOST_SECONDS, above=True),
-    help="The same as time, warm-up not included.",
+    help="Seconds of measurement of every cell, without warm-up.",
 )  # fmt: skip
 @option(
     "--warm-seconds", heading=MEASURING, type=Real(0, MOST_SECONDS), default=1.0, show_default=True,
-    help="Before every cell.",
+    help="Seconds of warm-up before every cell.",
 )  # fmt: skip
-@option("--seed", heading=INPUT, type=SEED, default=0, show_default=True, help="Of keys, values, queries.")
-@option("-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, every sample of it.")
-@option("--plot", heading=OUTPUT, type=OUTPUT_FILE, metavar="DIR", help="Draw roofline.svg and scaling.svg there.")
+@option(
+    "--seed", heading=INPUT, type=SEED, default=0, show_default=True, help="Random seed of keys, values and queries."
+)
+@option("-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="JSONL output file with every sample.")
+@option(
+    "--plot", heading=OUTPUT, type=OUTPUT_FILE, metavar="DIR", help="Output folder of roofline.svg and scaling.svg."
+)
 @click.pass_context
 def bench_command(ctx: click.Context, /, **flags: Any) -> None:
-    """Time one attention layer: score, select, attend, tail and write of EPS, and the fastest dense attention here.
+    """Time one attention layer: score, select, attend, correction and write of EPS, and the fastest dense attention
+    here.
 
     Nothing is printed unless it was verified on the arrays that were timed that groups were skipped, that exactly the
     selected ones were read, that the kernels are those asked for, and that the results are right.
 
     \b
-    visited     groups visited, share of all
+    selected     groups selected, share of all
     bytes       K, V and summaries read by a step, over dense K and V
-    dense       median ms of the fastest dense arm, and its name; dense arms read contiguous K and V
-    step        score + select + attend + tail, called as one; the parts are timed apart and need not add up
+    dense       median ms of the fastest dense variant, and its name; dense variants read contiguous K and V
+    step        score + select + attend + correction, called as one; the parts are timed apart and need not add up
     faster      dense / step
     of roof     bytes of K and V that attend reads a second, over the measured bandwidth; of its graph on CUDA
     graphed     the step as a CUDA graph, and dense over it
 
     Every call finds the caches overwritten. Times are medians of --repeats rounds (10th to 90th percentile in
-    brackets); each round runs every arm once. The last line of stdout is one JSON object.
+    brackets); each round runs every variant once. The last line of stdout is one JSON object.
     """
     given = given_flags(ctx, flags)
     for first, second in (("fraction", "byte_shares"), ("repeats", "seconds"), ("scaling", "context")):
@@ -105,7 +120,7 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         byte_shares=flags["byte_shares"] or (),
         dtypes=flags["dtype"],
         methods=flags["method"],
-        group_tokens=flags["group_tokens"] or (None,),
+        group_size=flags["group_size"] or (None,),
         **{name: flags[name] for name in ("q_heads", "kv_heads", "head_dim", "block_size", "kernels", "backend")},
         device=flags["device"],
         repeats=flags["repeats"] or DEFAULT_REPEATS,
@@ -144,7 +159,7 @@ def _check_plots(folder: Path) -> None:
 
 
 def bench_text(lines: list[dict[str, Any]]) -> str:
-    """What a person reads of a run's line and its cells."""
+    """Return a run's line and its cells as text for a person."""
     run, cells = lines[0], lines[1:]
     bandwidth = run["bandwidth"]
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)
@@ -156,7 +171,7 @@ def bench_text(lines: list[dict[str, Any]]) -> str:
     if run["interpreted"]:
         head += "INTERPRETED: these kernels ran in an interpreter, their times mean nothing\n"
     notes = {
-        f"{name.strip()}: {reason}" for cell in cells for name, reason in cell["failed_arms"].items()
+        f"{name.strip()}: {reason}" for cell in cells for name, reason in cell["failed_variants"].items()
     }  # fmt: skip
     for cell in cells:
         plain = [part for part, code in cell["check"]["computed_by"].items() if code != cell["kernels"]]
@@ -166,25 +181,25 @@ def bench_text(lines: list[dict[str, Any]]) -> str:
             notes.add(f"{cell['batch']} x {cell['context']:,} tokens of K and V fit the last cache, which was flushed")
     header = [
         "method", "dtype", "context", "batch", "visited", "bytes", "dense", "best dense", "score", "select", "attend",
-        "tail", "step", "write", "faster", "of roof", "graphed",
+        "correction", "step", "write", "faster", "of roof", "graphed",
     ]  # fmt: skip
     table = terminal.table([_row(cell) for cell in cells], header)
     return head + table + "".join(f"\nnote: {note}" for note in sorted(notes))
 
 
 def _name(cell: dict[str, Any]) -> str:
-    return f"{cell['method']}@{cell['group_tokens']}"
+    return f"{cell['method']}@{cell['group_size']}"
 
 
 def _row(cell: dict[str, Any]) -> list[str]:
-    arms = cell["arms"]
+    variants = cell["arms"]
 
     def ms(name: str, spread: bool = False) -> str:
-        if name not in arms:
+        if name not in variants:
             return "-"
-        arm = arms[name]
-        text = f"{arm['ms']:.3f}"
-        return f"{text} ({arm['p10_ms']:.3f}-{arm['p90_ms']:.3f})" if spread else text
+        variant = variants[name]
+        text = f"{variant['ms']:.3f}"
+        return f"{text} ({variant['p10_ms']:.3f}-{variant['p90_ms']:.3f})" if spread else text
 
     graphed = cell["graphed_step_ms"]
     return [
@@ -192,21 +207,21 @@ def _row(cell: dict[str, Any]) -> list[str]:
         cell["dtype"],
         f"{cell['context']:,}",
         str(cell["batch"]),
-        f"{100 * cell['visit_ratio']:.1f} %",
+        f"{100 * cell['selected_ratio']:.1f} %",
         f"{100 * cell['bytes_ratio']:.1f} %",
         ms(cell["best_dense"], spread=True),
         cell["best_dense"],
-        *(ms(name) for name in ("score", "select", "attend", "tail")),
+        *(ms(name) for name in ("score", "select", "attend", "correction")),
         ms("step", spread=True),
         ms("write"),
         f"{cell['speedup']:.2f}x",
-        f"{100 * arms.get('attend' + GRAPH, arms['attend'])['share_of_bandwidth']:.0f} %",
+        f"{100 * variants.get('attend' + GRAPH, variants['attend'])['share_of_bandwidth']:.0f} %",
         "-" if graphed is None else f"{graphed:.3f} ({cell['graphed_speedup']:.2f}x)",
     ]
 
 
 _SUMMARY_KEYS = (
-    "context", "batch", "dtype", "method", "group_tokens", "kernels", "asked", "visit_ratio", "bytes_ratio",
+    "context", "batch", "dtype", "method", "group_size", "kernels", "asked", "selected_ratio", "bytes_ratio",
     "best_dense", "best_dense_ms", "step_ms", "speedup", "speedup_with_write", "scoring_share_of_dense",
     "graphed_step_ms", "graphed_speedup",
 )  # fmt: skip
@@ -221,7 +236,7 @@ def _summary(lines: list[dict[str, Any]], request: BenchRequest, plots: list[Pat
         "cells": [
             {name: cell[name] for name in _SUMMARY_KEYS}
             | {f"{part}_ms": cell["arms"][part]["ms"] for part in ("score", "select", "attend", "write")}
-            | {"tail_ms": cell["arms"]["tail"]["ms"] if "tail" in cell["arms"] else None}
+            | {"tail_ms": cell["arms"]["correction"]["ms"] if "correction" in cell["arms"] else None}
             for cell in cells
         ],
     }

@@ -1,4 +1,4 @@
-"""`eps-proto capture`, `replay` and `calibrate`: look at one's own checkpoint before gating it."""
+"""`eps-proto capture`, `replay` and `calibrate`: look at one's own checkpoint before EPS reads it sparsely."""
 
 import sys
 from contextlib import nullcontext
@@ -19,22 +19,22 @@ from eps_core.cli.options import (
     summary_options,
 )
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
+from eps_core.config.cache import EVALUATION_METHODS, METHODS, sized_method
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import EVALUATION_METHODS, METHODS, sized_method
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import DEFAULT_CONTEXT
-from eps_core.files import outputs
+from eps_core.io import outputs
+from eps_core.metrics import terminal
 from eps_core.models.config import DEMO_MODEL
-from eps_core.summaries.table import facts
-from eps_core.telemetry import terminal
+from eps_core.summaries.table import method_spec
 
 text_option = option(
     "--text", heading=INPUT, type=FILE, metavar="FILE",
-    help="UTF-8 text that is read and decoded along.  [default: the shipped corpus, sources of Python's library]",
+    help="UTF-8 text file to decode along.  [default: the shipped corpus, sources of Python's library]",
 )  # fmt: skip
 context_option = option(
     "--context", heading=INPUT, type=TOKENS,
-    help=f"Tokens before the first step.  [default: {DEFAULT_CONTEXT}, or as many as model and text hold]",
+    help=f"Prompt length in tokens.  [default: {DEFAULT_CONTEXT}, or as many as model and text hold]",
 )  # fmt: skip
 _STEPS: dict[str, Any] = {"heading": INPUT, "type": TOKENS, "default": 32, "show_default": True}
 _DEFAULT_BUDGETS = "0.05,0.1,0.2,0.3"
@@ -42,7 +42,7 @@ _METHODS = (*METHODS[1:], *EVALUATION_METHODS)  # that replay takes
 # flags that only codes have, as they are when not given
 _CODE_FLAGS: dict[str, Any] = {
     "eps_rq_bounds": False,
-    **dict.fromkeys(("eps_unit_tokens", "eps_mean_bits", "eps_stages", "eps_refine")),
+    **dict.fromkeys(("eps_mean_tokens", "eps_mean_bits", "eps_cascade", "eps_rescore")),
 }
 
 
@@ -57,8 +57,8 @@ _CODE_FLAGS: dict[str, Any] = {
 @model_option
 @text_option
 @context_option
-@option("--steps", **_STEPS, help="Tokens decoded after it.")
-@option("--layers", heading=INPUT, type=ListOf(COUNT), help="Such as 0,3.  [default: all]")
+@option("--steps", **_STEPS, help="Number of decoded tokens.")
+@option("--layers", heading=INPUT, type=ListOf(COUNT), help="Layer indices, such as 0,3.  [default: all]")
 @backend_option
 @device_option
 @dtype_option
@@ -72,7 +72,7 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
     """Save the queries, keys and values of a real decode, so that `eps-proto replay` can score any method on them.
 
     The text's first --context tokens are prefilled densely and --steps tokens of it are decoded one by one: densely, or
-    gated with a --method (off by default, also for the demo model). Nothing else of EPS is needed to try it on
+    sparse with a --method (off by default, also for the demo model). Nothing else of EPS is needed to try it on
     your own checkpoint: capture some layers, replay.
 
     The file takes, for each layer, 2 (context + steps) kv-heads head-dim bytes-of-kv-dtype + 4 steps heads head-dim
@@ -90,13 +90,13 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
     click.echo(
         f"{result['capture']}: {len(result['layers'])} of {result['num_layers']} layers of {result['model']}, "
         f"{result['context_tokens']:,} + {result['num_steps']:,} tokens, {result['bytes'] / terminal.MIB:,.1f} MiB; "
-        f"decode {terminal.describe(config) if config.store.enabled else 'dense'}"
+        f"decode {terminal.describe(config) if config.cache_config.enabled else 'dense'}"
     )
     click.echo(outputs.to_json(result))
 
 
 def _source(flags: dict[str, Any]) -> dict[str, Any]:
-    """What requests to capture and to calibrate have in common."""
+    """Return the fields that requests to capture and to calibrate share."""
     same = {name: flags[name] for name in ("output", "model", "text", "backend", "device", "dtype")}
     lengths = {"context_tokens": flags["context"], "num_steps": flags["steps"]}
     return {**same, **lengths, "kv_dtype": flags["kv_dtype"] or "auto"}
@@ -126,22 +126,24 @@ def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
 @option(
     "--method", "methods", also=["--methods", "--eps-method"], heading=METHOD, type=ListOf(SizedMethod(_METHODS)),
     default=DEMO_METHOD, show_default=True,
-    help="With group sizes where not the default: rq@2,box@16,oracle. Each takes the --eps flags that are its own.",
+    help="Summary methods; @N sets the group size: rq@2,box@16,oracle. Each takes the --eps flags that apply to it.",
 )  # fmt: skip
 @option(
     "--budgets", heading=SELECTION, type=ListOf(Real()), metavar="LIST",
-    help=f"Of policy topk.  [default: {_DEFAULT_BUDGETS}]",
+    help=f"Budgets of policy topk.  [default: {_DEFAULT_BUDGETS}]",
 )  # fmt: skip
 @option(
     "--match-error", heading=MEASURING, type=Real(0, above=True), default=0.05, show_default=True,
     help="Output error at which the methods' bytes are compared.",
 )  # fmt: skip
-@option("--layers", heading=INPUT, type=ListOf(COUNT), help="Such as 0,3.  [default: all of the capture]")
+@option(
+    "--layers", heading=INPUT, type=ListOf(COUNT), help="Layer indices, such as 0,3.  [default: all of the capture]"
+)
 @backend_option
 @device_option
 @option(
     "-o", "--output", also=["--jsonl"], heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE",
-    help="Write JSONL: all figures, head by head too.",
+    help="JSONL output file with all figures, by head too.",
 )  # fmt: skip
 @selection_options
 @summary_options
@@ -156,11 +158,11 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     \b
     bytes       K, V and summaries read, over dense
     recall      true share of the softmax in the groups read
-    at 12.5 %   the same of the best eighth of the groups by estimate, without guards
+    at 12.5 %   the same of the best eighth of the groups by estimate, without sink and recent tokens
     false       skipped groups whose true share exceeds --eps-epsilon, or that are among the true best
     error       |out - dense out| / |dense out|
     matched     bytes at the output error of --match-error, between budgets
-    cert .1     fraction of groups that may stay unread with a certificate of 0.1, and if all masses were known
+    cert .1     fraction of groups that may stay unread with an error bound of 0.1, and if all masses were known
     bounds      violations of the lower and upper bounds, of all checks
     union       groups that any kv head of a layer wants, over the mean of what each wants
     """
@@ -217,7 +219,12 @@ def _replay(ctx: click.Context, flags: dict[str, Any], output: outputs.Output | 
                     writer.write({"type": "replay", "config": config.to_dict(), **result.summary()})
                     for head in result.head_rows():
                         writer.write(
-                            {"type": "head", "method": config.store.method, "budget": config.read.budget, **head}
+                            {
+                                "type": "head",
+                                "method": config.cache_config.method,
+                                "budget": config.selection_config.budget,
+                                **head,
+                            }
                         )
     click.echo(_table(names, rows))
     click.echo(
@@ -236,7 +243,7 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
     """Every method at every budget."""
     given = given_flags(ctx, flags)
     methods = [sized_method(name, _METHODS) for name in flags["methods"]]
-    sizes = sorted(given & {"eps_group_tokens", "eps_group_blocks"})
+    sizes = sorted(given & {"eps_group_size", "eps_group_blocks"})
     if sizes and any(size is not None for _, size in methods):
         raise click.UsageError(f"--method gives group sizes, as in rq@2, and {flag(sizes[0])} does, too: drop one")
     # a sweep of budgets is what compares methods, whatever a method's own policy is
@@ -252,13 +259,13 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
     for method, size in methods:
         own: dict[str, Any] = {"eps_method": method, "eps_policy": policy}
         if size is not None:
-            own["eps_group_tokens"] = size
+            own["eps_group_size"] = size
         mine = given - {"eps_epsilon"}  # here it also defines a false skip, whatever the policy
         if len(methods) > 1:  # each takes the flags that are its own
-            if not facts(method).coded:
+            if not method_spec(method).coded:
                 mine -= set(_CODE_FLAGS)
                 own |= _CODE_FLAGS
-            if facts(method).dim is None:
+            if method_spec(method).dim is None:
                 own["eps_dim"] = None
         config = config_of(flags | own, mine)
         configs += [config] if budgets is None else [config.replace(budget=budget) for budget in budgets]
@@ -266,13 +273,17 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
 
 
 def _name(config: EpsConfig) -> str:
-    name = f"{config.store.method}@{config.store.S}"
-    if config.store.facts.coded:
-        name += f" 1 bit of {config.store.mean_tokens}" + (" in 8 bits" if config.store.mean_bits == 8 else "")
-        name += f" stages {','.join(map(str, config.read.stages))}" if config.read.stages else ""
-        name += f" refine {config.read.refine:g}" if config.read.refine else ""
-        name += " bounds" if config.store.rq_bounds else ""
-    return name + (f" dim {config.store.dim}" if config.store.dim is not None else "")
+    name = f"{config.cache_config.method}@{config.cache_config.S}"
+    if config.cache_config.method_spec.coded:
+        name += f" 1 bit of {config.cache_config.mean_tokens}" + (
+            " in 8 bits" if config.cache_config.mean_bits == 8 else ""
+        )
+        name += (
+            f" stages {','.join(map(str, config.selection_config.cascade))}" if config.selection_config.cascade else ""
+        )
+        name += f" refine {config.selection_config.rescore:g}" if config.selection_config.rescore else ""
+        name += " bounds" if config.cache_config.rq_bounds else ""
+    return name + (f" dim {config.cache_config.dim}" if config.cache_config.dim is not None else "")
 
 
 def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
@@ -312,25 +323,32 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
 @model_option
 @text_option
 @context_option
-@option("--steps", **_STEPS, help="Tokens that are averaged.")
+@option("--steps", **_STEPS, help="Number of tokens to average over.")
 @option(
     "--method", "eps_method", also=["--eps-method"], heading=METHOD, type=click.Choice(METHODS[1:]),
     default=DEMO_METHOD, show_default=True,
-    help="Of which it is measured from which context it pays, with its default budget.",
+    help="Method whose break-even context is measured, at its default budget.",
 )  # fmt: skip
 @summary_options
 @option(
     "--sink-tokens", heading=MEASURING, type=COUNT, default=16, show_default=True,
-    help="A streaming head sees these first,",
+    help="Sink tokens of a streaming head.",
 )  # fmt: skip
-@option("--recent-tokens", heading=MEASURING, type=COUNT, default=128, show_default=True, help="and these last tokens.")
+@option(
+    "--recent-tokens",
+    heading=MEASURING,
+    type=COUNT,
+    default=128,
+    show_default=True,
+    help="Recent window of a streaming head, in tokens.",
+)
 @option(
     "--streaming-share", heading=MEASURING, type=SHARE, default=0.05, show_default=True,
-    help="A kv head is streaming if no more than this share of its mass lies outside of them.",
+    help="Largest share of its attention mass that a streaming head has outside sink and recent tokens.",
 )  # fmt: skip
 @option(
     "--dense-fraction", heading=MEASURING, type=SHARE, default=0.5, show_default=True,
-    help="A layer stays dense if 99 % of its mass takes more than this fraction of the groups.",
+    help="Share of the groups above which a layer that needs them for 99 % of its mass stays dense.",
 )  # fmt: skip
 @backend_option
 @device_option
@@ -339,13 +357,14 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
 @option("-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, required=True, metavar="POLICY.json")
 @click.pass_context
 def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
-    """Find out how sparse a model's attention is, which kv heads retrieve, and from which context gating pays.
+    """Find out how sparse a model's attention is, which kv heads retrieve, and from which context sparse attention
+    pays.
 
     The text is prefilled and decoded densely. For every layer and kv head: the share of the softmax that the best
     groups hold, if their masses were known; whether it is a retrieval head or looks at the first and last tokens alone
     (streaming); which layers should stay dense. All of it describes this text at this context: take one like your own.
 
-    Then the same text is decoded gated, at the context and its halves: the method pays where the mean KL is at most
+    Then the same text is decoded sparse, at the context and its halves: the method pays where the mean KL is at most
     0.01 and a layer takes less time than a dense one.
 
     Prints two tables; the last line of stdout is one JSON object. The policy names its model and is refused for
@@ -359,7 +378,7 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
         method=method,
         dim=flags["eps_dim"],
         **code_settings(flags),
-        group_tokens=flags["eps_group_tokens"],
+        group_size=flags["eps_group_size"],
         group_blocks=flags["eps_group_blocks"],
         block_size=flags["block_size"],
     )

@@ -19,9 +19,9 @@ from eps_core.cli.options import (
 )
 from eps_core.cli.source import model_option
 from eps_core.config.eps import EpsConfig
-from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
-from eps_core.files import outputs
+from eps_core.integrations.settings import Settings
+from eps_core.io import outputs
 from eps_core.load import ENGINES, OWN
 from eps_core.models.config import DEMO_MODEL
 
@@ -33,7 +33,7 @@ _OWN_ONLY = (
 
 engine_option = option(
     "--engine", heading=MODEL, type=click.Choice((OWN, *ENGINES)), default=OWN, show_default=True,
-    help="Whose decoder runs the model: this project's, or another engine with EPS in it.",
+    help="Engine that runs the model: EPS's own decoder, or another engine with EPS in it.",
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def check_engine(flags: dict[str, Any], given: set[str], config: EpsConfig) -> N
             raise click.UsageError(f"{flag(name)} belongs to our own decoders: drop it or --engine {flags['engine']}")
     if flags["eps_min_context"] == AUTO:
         raise click.UsageError("--eps-min-context auto times our own decoders: give a number of tokens")
-    if not config.store.enabled:
+    if not config.cache_config.enabled:
         raise click.UsageError(f"--engine {flags['engine']} with EPS off has nothing to compare: choose a --method")
 
 
@@ -77,9 +77,11 @@ def _check_address(host: str, port: int) -> None:
 @kernels_option
 @option(
     "--audit-every", "eps_audit_every", also=["--eps-audit-every"], heading=CHECKS, type=COUNT, default=0,
-    show_default=True, help="Read everything besides on every N-th step, for the true unread mass; 0: never.",
+    show_default=True, help="Steps between dense audits, which measure the true unread mass; 0: no audits.",
 )  # fmt: skip
-@option("--metrics", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, one line a decode step.")
+@option(
+    "--metrics", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="JSONL output file, one line a decode step."
+)
 @method_option("off; rq without --model")
 @selection_options
 @summary_options

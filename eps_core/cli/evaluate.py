@@ -10,9 +10,9 @@ from eps_core.cli.help import CHECKS, FILE, INPUT, OUTPUT, OUTPUT_FILE, command,
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, ListOf
 from eps_core.cli.options import DEMO_METHOD, config_of, given_flags, method_option, selection_options, summary_options
 from eps_core.cli.source import backend_option, device_option, model_option
-from eps_core.cli.verify import verify_of, verify_options
+from eps_core.cli.speculative import speculative_of, speculative_options
 from eps_core.evaluation.runner import DEFAULT_CONTEXT
-from eps_core.files import outputs
+from eps_core.io import outputs
 from eps_core.models.config import DEMO_MODEL
 
 DEFAULT_TASKS = "niah_single,niah_multikey"
@@ -37,47 +37,48 @@ _SAME = (
 @model_option
 @option(
     "--tasks", heading=INPUT, default=DEFAULT_TASKS, show_default=True, metavar="A,B,...",
-    help=f"Generated tasks; an unknown one lists them all. {NO_TASKS}: leave them out.",
+    help=f"Generated tasks; an unknown name lists all. {NO_TASKS}: no tasks.",
 )  # fmt: skip
 @option(
     "--longbench", heading=INPUT, type=FILE, multiple=True, metavar="FILE",
-    help="LongBench v1 JSONL; too long prompts lose their middle. Repeatable.",
+    help="LongBench v1 JSONL file; prompts that are too long lose their middle. Repeatable.",
 )  # fmt: skip
 @option(
     "--longbench-prompts", heading=INPUT, type=FILE, metavar="FILE",
-    help="LongBench's config/dataset2prompt.json.  [default: prompts of our own, not comparable with published scores]",
+    help="LongBench's file config/dataset2prompt.json.  [default: prompts of our own, not comparable with "
+    "published scores]",
 )  # fmt: skip
-@option("--ruler", heading=INPUT, type=FILE, multiple=True, metavar="FILE", help="RULER JSONL. Repeatable.")
+@option("--ruler", heading=INPUT, type=FILE, multiple=True, metavar="FILE", help="RULER JSONL file. Repeatable.")
 @option(
     "--context", heading=INPUT, type=ListOf(TOKENS), multiple=True,
-    help="Tokens of a generated task, answer included, and of text, as in 4096,8192. Repeatable.  "
+    help="Context lengths in tokens, answer included, as in 4096,8192. Repeatable.  "
     f"[default: {DEFAULT_CONTEXT}, or as many as the model holds]",
 )  # fmt: skip
-@option("--chat", heading=INPUT, is_flag=True, help="Ask in the model's chat template, where a task's authors do.")
+@option("--chat", heading=INPUT, is_flag=True, help="Use the model's chat template in tasks whose authors do.")
 @option(
     "--samples", heading=INPUT, type=TOKENS, default=20, show_default=True,
-    help="Of each task and context, of each dataset in a file (its first ones), and documents of text.",
+    help="Number of samples of each task, context and dataset (the first ones of a file), and of text documents.",
 )  # fmt: skip
 @option(
     "--text-steps", heading=INPUT, type=COUNT, default=64, show_default=True,
-    help="Tokens of real text to decode along for KL and top-1 agreement. 0: none.",
+    help="Tokens of real text to decode along for KL and top-1 agreement; 0: none.",
 )  # fmt: skip
 @option(
     "--text", heading=INPUT, type=FILE, metavar="FILE",
-    help="UTF-8 text for haystacks and KL.  [default: the shipped corpus, sources of Python's library]",
+    help="UTF-8 text file for haystacks and KL.  [default: the shipped corpus, sources of Python's library]",
 )  # fmt: skip
 @option(
     "--oracle/--no-oracle", heading=CHECKS, default=True, show_default=True,
-    help="Also run true masses as estimates, at the same budget and group size: what ranking could reach at best.",
+    help="Also run the oracle: true masses as scores, at the same budget and group size.",
 )  # fmt: skip
-@option("--seed", heading=INPUT, type=SEED, default=0, show_default=True, help="Of tasks and resampling.")
+@option("--seed", heading=INPUT, type=SEED, default=0, show_default=True, help="Random seed of tasks and resampling.")
 @option(
     "-o", "--output", "out", also=["--out"], heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE",
-    help="Write JSONL: the run, every sample with its answers, every result. A stopped run's is continued.",
+    help="JSONL output file with every sample and result. A stopped run is continued.",
 )  # fmt: skip
 @method_option(DEMO_METHOD)
 @selection_options
-@verify_options
+@speculative_options
 @summary_options
 @click.pass_context
 def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -100,10 +101,10 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
     inputs = {f"--{name.replace('_', '-')}": flags[name] for name in read}
     outputs.check({"-o": flags["out"]}, inputs | {"--model": flags["model"] or DEMO_MODEL})
     config = config_of(flags, given_flags(ctx, flags), default=DEMO_METHOD)
-    verify = verify_of(flags, given_flags(ctx, flags), config)
+    verify = speculative_of(flags, given_flags(ctx, flags), config)
     if verify.enabled and "text_steps" not in given_flags(ctx, flags):
         flags["text_steps"] = 0  # a verified text is the dense one: there is no way to go
-    if not config.store.enabled:
+    if not config.cache_config.enabled:
         raise click.UsageError("evaluate compares EPS with dense decode and EPS is off: name another --method")
     named = [task.strip() for task in flags["tasks"].split(",")]
     tasks = () if named == [NO_TASKS] else tuple(dict.fromkeys(named))

@@ -9,8 +9,8 @@ import click
 
 # in the order in which they are printed
 INPUT, MODEL, DECODING = "Input", "Model and device", "Decoding"
-METHOD, SELECTION, CHECKS = "Method: what is kept", "Selection: what is read", "Baseline and audits"
-VERIFY, KEEP = "Verified decoding: exactly the dense text", "Eviction: what is let go of"
+METHOD, SELECTION, CHECKS = "Summaries", "Selection", "Baseline and audits"
+VERIFY, KEEP = "Self-speculative decoding", "KV cache eviction"
 MEASURING, OUTPUT, OTHER = "Measuring", "Output", "Other"
 HEADINGS = (INPUT, MODEL, DECODING, METHOD, SELECTION, VERIFY, KEEP, CHECKS, MEASURING, OUTPUT, OTHER)
 
@@ -38,7 +38,7 @@ class Flag(click.Option):
 
 
 class _Help:
-    """What commands and their group have in common."""
+    """The part that commands and their group share."""
 
     def __init__(self, *args: Any, examples: Mapping[str, str] | None = None, **settings: Any) -> None:
         super().__init__(*args, **settings)

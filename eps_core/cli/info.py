@@ -13,9 +13,9 @@ from eps_core.config.bytes import kv_bytes, open_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import described
 from eps_core.errors import ConfigError
-from eps_core.files import outputs
+from eps_core.io import outputs
 from eps_core.load import BACKENDS, load_backend
-from eps_core.telemetry import memory, provenance, terminal
+from eps_core.metrics import memory, provenance, terminal
 
 
 @command(
@@ -23,14 +23,16 @@ from eps_core.telemetry import memory, provenance, terminal
     examples={
         "eps-proto info": "what is usable here, what summaries take",
         "eps-proto info --model DIR --context 32768": "for your model's shape",
-        "eps-proto info --layers 32 --kv-heads 8 --head-dim 128 --eps-refine 0": "rq without its second bit",
+        "eps-proto info --layers 32 --kv-heads 8 --head-dim 128 --eps-rescore 0": "rq without its rescoring bit",
     },
 )
-@option("--model", heading=MODEL, type=FILE, metavar="MODEL", help="Take the shape from its config.json.")
+@option("--model", heading=MODEL, type=FILE, metavar="MODEL", help="Model whose config.json gives the shape.")
 @option("--layers", heading=MODEL, type=TOKENS, default=32, show_default=True)
 @option("--kv-heads", heading=MODEL, type=TOKENS, default=32, show_default=True)
 @option("--head-dim", heading=MODEL, type=TOKENS, default=128, show_default=True)
-@option("--context", heading=MODEL, type=TOKENS, help="Tokens.  [default: 65536, or the model's context]")
+@option(
+    "--context", heading=MODEL, type=TOKENS, help="Context length in tokens.  [default: 65536, or the model's context]"
+)
 @kv_bits_option
 @summary_options
 @click.pass_context
@@ -51,10 +53,10 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         spec = read_spec(resolve_model(flags["model"], weights=False))
         layers, kv_heads, head_dim = spec.num_layers, spec.num_kv_heads, spec.head_dim
         context = flags["context"] or spec.max_context
-    if flags["eps_group_tokens"] is not None and flags["eps_group_blocks"] is not None:
-        raise click.UsageError("--eps-group-tokens and --eps-group-blocks say the same thing twice: give one of them")
+    if flags["eps_group_size"] is not None and flags["eps_group_blocks"] is not None:
+        raise click.UsageError("--eps-group-size and --eps-group-blocks say the same thing twice: give one of them")
     rows = memory.memory_rows(
-        layers, kv_heads, head_dim, context, flags["block_size"], flags["eps_dim"], flags["eps_group_tokens"],
+        layers, kv_heads, head_dim, context, flags["block_size"], flags["eps_dim"], flags["eps_group_size"],
         flags["eps_group_blocks"], code_settings(flags), flags["kv_bits"],
     )  # fmt: skip
     backends = {name: _backend_status(name) for name in BACKENDS}
@@ -77,13 +79,13 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         f"\n{' and '.join(following)} also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each "
         "sequence in mid-group, so that a growing group is never read back."
     )
-    store = EpsConfig.of(
+    cache_config = EpsConfig.of(
         method="rq",
         block_size=flags["block_size"],
-        group_tokens=flags["eps_group_tokens"],
+        group_size=flags["eps_group_size"],
         **code_settings(flags),
-    ).store
-    kept = memory.kept_rows(layers, kv_heads, head_dim, context, store, flags["kv_bits"])
+    ).cache_config
+    kept = memory.kept_rows(layers, kv_heads, head_dim, context, cache_config, flags["kv_bits"])
     click.echo("\nMiB of K and V, and of rq's summaries, by --kv-bits and --kv-keep:\n\n" + memory.kept_table(kept))
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}
     shape["kv_bits"] = flags["kv_bits"]

@@ -1,4 +1,4 @@
-"""`eps-proto`: run a model densely and gated side by side, and print what is usable here and what summaries cost."""
+"""`eps-proto`: run a model densely and sparse side by side, and print what is usable here and what summaries cost."""
 
 import io
 import os
@@ -13,9 +13,9 @@ from eps_core.cli.bench import bench_command
 from eps_core.cli.captures import calibrate_command, capture_command, replay_command
 from eps_core.cli.engines import check_engine, engine_option, serve_command
 from eps_core.cli.evaluate import evaluate_command
+from eps_core.cli.eviction import eviction_of, eviction_options
 from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, OUTPUT, OUTPUT_FILE, Group, option
 from eps_core.cli.info import info_command
-from eps_core.cli.keep import keep_of, keep_options
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real
 from eps_core.cli.options import (
     AUTO,
@@ -37,15 +37,15 @@ from eps_core.cli.source import (
     kv_dtype_option,
     model_option,
 )
-from eps_core.cli.verify import verify_of, verify_options
+from eps_core.cli.speculative import speculative_of, speculative_options
 from eps_core.decode.sampling import RULES as DRAW_RULES
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import DISTRIBUTION, ConfigError, fault_line
-from eps_core.files import outputs
+from eps_core.io import outputs
 from eps_core.load import OWN
+from eps_core.metrics import steps, terminal
 from eps_core.models.config import DEMO_MODEL
-from eps_core.summaries.table import facts
-from eps_core.telemetry import steps, terminal
+from eps_core.summaries.table import method_spec
 
 DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
@@ -81,11 +81,11 @@ def cli() -> None:
 )
 @option(
     "--prompt", heading=INPUT, metavar="TEXT",
-    help="Text to continue.  [default, without --model: a 4,096-token needle task]",
+    help="Prompt text.  [default, without --model: a 4,096-token needle task]",
 )  # fmt: skip
 @option(
     "--prompt-file", "prompt_files", heading=INPUT, type=FILE, metavar="FILE", multiple=True,
-    help="The same from a UTF-8 file, without one final newline; -: stdin; .jsonl: each line's \"prompt\". Several "
+    help="Prompt from a UTF-8 file, without one final newline; -: stdin; .jsonl: each line's \"prompt\". Several "
     "prompts are one batch.",
 )  # fmt: skip
 @option("--keep-newline", heading=INPUT, is_flag=True, help="Keep the final newline of a --prompt-file in the prompt.")
@@ -101,12 +101,20 @@ def cli() -> None:
 @kv_bits_option
 @option(
     "--max-new-tokens", heading=DECODING, type=TOKENS,
-    help=f"[default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is 5 digits and a full stop]",
+    help=f"Number of new tokens.  [default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is "
+    "5 digits and a full stop]",
 )  # fmt: skip
-@option("--temperature", heading=DECODING, type=Real(), default=0.0, show_default=True, help="0: greedy.")
+@option(
+    "--temperature",
+    heading=DECODING,
+    type=Real(),
+    default=0.0,
+    show_default=True,
+    help="Sampling temperature; 0: greedy.",
+)
 @option(
     "--top-p", heading=DECODING, type=Real(), default=1.0, show_default=True,
-    help="With a temperature: nucleus to draw from.",
+    help="Nucleus of sampling: share of the probability.",
 )  # fmt: skip
 @option(
     "--seed",
@@ -114,21 +122,23 @@ def cli() -> None:
     type=SEED,
     default=0,
     show_default=True,
-    help="Of drawing tokens, and of policies that draw.",
+    help="Random seed of sampling and of randomized eviction.",
 )
 @option(
     "--sample-by", heading=DECODING, type=click.Choice(DRAW_RULES), default=DRAW_RULES[0], show_default=True,
-    help="With a temperature: noise for each token, or one number through cumulated probabilities, as it once was.",
+    help="Sampling: Gumbel noise, or cdf: inverse-CDF sampling (legacy).",
 )  # fmt: skip
-@option("--prefill-chunk", heading=DECODING, type=TOKENS, default=512, show_default=True, help="Tokens at a time.")
+@option(
+    "--prefill-chunk", heading=DECODING, type=TOKENS, default=512, show_default=True, help="Tokens of a prefill chunk."
+)
 @option(
     "--cache-dir",
     heading=DECODING,
     type=FILE,
     metavar="DIR",
-    help="Keep prompts there between runs: K, V and summaries; one that begins with a kept one skips its prefill.",
+    help="Folder of stored prompts (K, V and summaries): a prompt that begins with one skips its prefill.",
 )
-@option("--pool-tokens", heading=DECODING, type=TOKENS, help="Cache size.  [default: what the run needs]")
+@option("--pool-tokens", heading=DECODING, type=TOKENS, help="Cache size in tokens.  [default: what the run needs]")
 @option(
     "--stop/--no-stop", heading=DECODING, default=True, show_default=True, help="End at the model's end-of-text tokens."
 )
@@ -136,26 +146,30 @@ def cli() -> None:
 @option("--kl", heading=CHECKS, is_flag=True, help="Also measure KL and top-1 agreement along the dense run's tokens.")
 @option(
     "--audit-every", "eps_audit_every", also=["--eps-audit-every"], heading=CHECKS, type=COUNT, default=0,
-    show_default=True, help="Attend densely besides on every N-th step: true unread mass, KL, alarms; 0: never.",
+    show_default=True, help="Steps between dense audits: true unread mass, KL, alarms; 0: no audits.",
 )  # fmt: skip
 @option(
     "--audit-factor", "eps_audit_factor", also=["--eps-audit-factor"], heading=CHECKS, type=Real(1),
     default=steps.AUDIT_FACTOR, show_default=True,
-    help="An audit raises an alarm where the true unread share is above this many times its estimate.",
+    help="Ratio of true to estimated unread share above which an audit raises an alarm.",
 )  # fmt: skip
 @option(
     "--audit-off", "eps_audit_off", also=["--eps-audit-off"], heading=CHECKS, is_flag=True,
-    help="After an alarm the steps are dense.",
+    help="Decode densely after an alarm.",
 )  # fmt: skip
 @option(
-    "--metrics", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, one line a decode step or round."
+    "--metrics",
+    heading=OUTPUT,
+    type=OUTPUT_FILE,
+    metavar="FILE",
+    help="JSONL output file, one line a decode step or round.",
 )
-@option("--csv", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write the same steps as CSV.")
+@option("--csv", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="CSV output file with the same steps.")
 @kernels_option
 @method_option(f"off; {DEMO_METHOD} without --model")
 @selection_options
-@verify_options
-@keep_options
+@speculative_options
+@eviction_options
 @summary_options
 @click.pass_context
 def run_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -174,13 +188,13 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     )
     given = given_flags(ctx, flags)
     config = config_of(flags, given, auto_min_context=True)
-    keep = keep_of(flags, given, config)
+    keep = eviction_of(flags, given, config)
     if given & {"eps_audit_factor", "eps_audit_off"} and not flags["eps_audit_every"]:
         raise click.UsageError("--audit-factor and --audit-off need audits: add --audit-every")
     for name in ("top_p", "sample_by"):
         if name in given and not flags["temperature"]:
             raise click.UsageError(f"{flag(name)} means nothing to greedy decoding: add --temperature")
-    verify = verify_of(flags, given, config)
+    verify = speculative_of(flags, given, config)
     if keep.enabled and flags["engine"] != OWN:
         raise click.UsageError("--kv-evict and --engine exclude each other, as its engine owns the cache: drop one")
     if flags["engine"] != OWN:
@@ -200,7 +214,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         kv_dtype=flags["kv_dtype"] or "auto",
         baseline=not flags["no_baseline"],
         method_is_default=flags["eps_method"] is None,
-        auto_min_context=config.store.enabled and flags["eps_min_context"] == AUTO,
+        auto_min_context=config.cache_config.enabled and flags["eps_min_context"] == AUTO,
         layer=_large_layer,
         **{name.removeprefix("eps_"): flags[name] for name in _SAME},
     )
@@ -214,14 +228,14 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
 
 
 def _large_layer(session: Any) -> dict[str, Any] | None:
-    """What EPS is for, on this machine: one layer of an 8B model's shape at 32,768 tokens, dense and gated."""
+    """Return times of one layer of an 8B model's shape at 32,768 tokens, dense and sparse, on this machine."""
     from eps_core.bench.layer import Bench
     from eps_core.bench.plan import BenchRequest
 
     if session.kernels == "arrays":  # whose times say nothing of EPS
         return None
     request = BenchRequest(
-        contexts=(32768,), fractions=(facts(DEMO_METHOD).budget,), dtypes=("bfloat16",), methods=(DEMO_METHOD,),
+        contexts=(32768,), fractions=(method_spec(DEMO_METHOD).budget,), dtypes=("bfloat16",), methods=(DEMO_METHOD,),
         backend=session.backend_name, device=session.device, kernels=session.kernels, seconds=1.0, warm_seconds=0.3,
     )  # fmt: skip
     try:
@@ -276,7 +290,7 @@ def _open_streams() -> None:
 
 
 def _flush() -> None:
-    """What was printed is out, or an error says that it is not; what is stuck then goes nowhere, so that Python's own
+    """Flush stdout; raise OSError where it cannot be written: what is stuck then goes nowhere, so that Python's own
     flush at exit has nothing to complain of."""
     try:
         sys.stdout.flush()

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from eps_core.config.cache import sized_method
 from eps_core.config.formats import KV_BITS, FormatName, KvFormats
-from eps_core.config.store import sized_method
 from eps_core.errors import ConfigError, shown
 
 MOST = 2**31 - 1  # tokens, groups, layers: slots and tables are int32

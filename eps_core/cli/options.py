@@ -8,18 +8,20 @@ import click
 
 from eps_core.cli.help import FILE, METHOD, MODEL, SELECTION, option, options
 from eps_core.cli.numbers import MOST_SEED, ListOf, OrWord, Real, Whole
+from eps_core.config.cache import DEFAULT_CORRECTION_TOKENS, METHODS, coded_methods, dim_meanings
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import COMBINES, DEFAULT_BUDGET, DEFAULT_GUARDS, POLICIES, SCOPES
-from eps_core.config.store import DEFAULT_TAIL_TOKENS, METHODS, coded_methods, dim_meanings
-from eps_core.config.verify import DRAFT_FLOOR
+from eps_core.config.selection import COMBINES, DEFAULT_BUDGET, DEFAULT_SINK_RECENT, POLICIES, SCOPES
+from eps_core.config.speculative import DRAFT_BUDGET, DRAFT_BUDGET_FLOOR
 from eps_core.load import KERNELS
 from eps_core.models.config import DEMO_MODEL
-from eps_core.summaries.table import facts, names
+from eps_core.summaries.table import method_spec, names
 
 DEMO_METHOD = "rq"
 _CODED = coded_methods()
-_OWN = ", ".join(names(lambda one: one.role == "public" and one.guards != DEFAULT_GUARDS))  # with defaults of their own
-_FACTS = facts(DEMO_METHOD)
+_OWN = ", ".join(
+    names(lambda one: one.role == "public" and one.sink_recent != DEFAULT_SINK_RECENT)
+)  # with defaults of their own
+_FACTS = method_spec(DEMO_METHOD)
 assert _FACTS.unit is not None
 _UNIT = _FACTS.unit
 AUTO = "auto"  # of --eps-min-context
@@ -29,8 +31,11 @@ _DEFAULT = EpsConfig.of()
 _kept, _read = partial(option, heading=METHOD), partial(option, heading=SELECTION)
 
 
-def _guard_help(end: int) -> str:
-    return f"Always visited.  [default: {_FACTS.guards[end]} for {_OWN}, {DEFAULT_GUARDS[end]} for the others]"
+def _default_help(end: int) -> str:
+    return (
+        f"{('Sink', 'Recent')[end]} tokens that are always selected.  [default: {_FACTS.sink_recent[end]} for {_OWN}, "
+        f"{DEFAULT_SINK_RECENT[end]} for the others]"
+    )
 
 
 def method_option(default: str) -> Callable:
@@ -46,88 +51,89 @@ summary_options = options(
         "--eps-dim", type=Whole(), help=f"{dim_meanings('{what} of {name} (default {default})')}."
     ),
     _kept(
-        "--eps-unit-tokens", type=Whole(),
-        help=f"{_CODED}: code groups about the mean of 32 or 64 tokens.  [default: {_UNIT.mean_tokens}]",
+        "--eps-mean-tokens", also=["--eps-unit-tokens"], type=Whole(),
+        help=f"{_CODED}: tokens of the mean key that codes refer to, 32 or 64.  [default: {_UNIT.mean_tokens}]",
     ),
     _kept(
-        "--eps-mean-bits", type=Whole(), help=f"Of a dimension of that mean, 4 or 8.  [default: {_UNIT.mean_bits}]",
+        "--eps-mean-bits", type=Whole(),
+        help=f"Bits of a dimension of that mean, 4 or 8.  [default: {_UNIT.mean_bits}]",
     ),
     _kept(
-        "--eps-stages", type=ListOf(Real()),
+        "--eps-cascade", also=["--eps-stages"], type=ListOf(Real()),
         help=f"{_CODED}: read half of each code, the rest of this share of the groups; 0.5,0.2: a "
-        f"quarter, a quarter of .5, half of .2; 0: whole.  [default: {','.join(map(str, _UNIT.stages))}]",
+        f"quarter, a quarter of .5, half of .2; 0: whole.  [default: {','.join(map(str, _UNIT.cascade))}]",
     ),
     _kept(
-        "--eps-refine", type=Real(),
-        help=f"{_CODED}: share of the groups of which a second bit is read; 0: none.  [default: {_UNIT.refine}]",
+        "--eps-rescore", also=["--eps-refine"], type=Real(),
+        help=f"{_CODED}: share of the groups that are rescored by one more bit; 0: none.  [default: {_UNIT.rescore}]",
     ),
     _kept(
-        "--eps-group-tokens", type=Whole(),
-        help="Tokens of a group, up to 256; divides the page or is a multiple of it.  [default: each method's best]",
+        "--eps-group-size", also=["--eps-group-tokens"], type=Whole(),
+        help="Tokens of a group, up to 256; divides the block or is a multiple of it.  [default: each method's best]",
     ),
-    _kept("--eps-group-blocks", type=Whole(), metavar="G", help="The same in pages."),
+    _kept("--eps-group-blocks", type=Whole(), metavar="G", help="Group size in blocks."),
     _kept(
-        "--block-size", type=Whole(), default=_DEFAULT.store.block_size, show_default=True,
-        help="Tokens of a page.",
+        "--block-size", type=Whole(), default=_DEFAULT.cache_config.block_size, show_default=True,
+        help="Tokens of a block.",
     ),
 )  # fmt: skip
 
 selection_options = options(
     _kept(
         "--eps-rq-bounds", is_flag=True,
-        help=f"{_CODED} also stores what its bounds need (6 bytes a group).",
+        help=f"{_CODED}: also store what error bounds need (6 bytes a group).",
     ),
     _kept(
         "--eps-bound-bits", type=Whole(), default=0, show_default=True,
-        help="4 or 8: certify from codes of single keys, read of unvisited groups only; 0: the method's own bounds.",
+        help="Bits (4 or 8) of the key codes that error bounds are computed from; 0: the method's own bounds.",
     ),
     _kept(
-        "--eps-tail", type=click.Choice(("drop", "mean")),
-        help="What is not read counts nothing, or with its estimated mass and mean value, which harms real models.  "
+        "--eps-correction", also=["--eps-tail"], type=click.Choice(("drop", "mean")),
+        help="Skipped-mass correction: drop skipped groups, or add their estimated mass at their mean value.  "
         "[default: drop]",
     ),
     _kept(
-        "--eps-tail-tokens", type=Whole(),
-        help=f"Tokens of one mean value: a multiple of page and group.  [default: {DEFAULT_TAIL_TOKENS}]",
+        "--eps-correction-tokens", also=["--eps-tail-tokens"], type=Whole(),
+        help=f"Tokens of one mean value: a multiple of block and group.  [default: {DEFAULT_CORRECTION_TOKENS}]",
     ),
     _kept(
-        "--eps-seed", type=Whole(most=MOST_SEED), default=_DEFAULT.store.seed, show_default=True,
-        help="Of projections and signs.",
+        "--eps-seed", type=Whole(most=MOST_SEED), default=_DEFAULT.cache_config.seed, show_default=True,
+        help="Random seed of projections and sign flips.",
     ),
     _read(
-        "--eps-policy", type=click.Choice(POLICIES), default=_DEFAULT.read.policy, show_default=True,
-        help="Rule that chooses groups.",
+        "--eps-policy", type=click.Choice(POLICIES), default=_DEFAULT.selection_config.policy, show_default=True,
+        help="Selection policy.",
     ),
     _read(
         "--eps-budget", type=Real(),
         help="topk: share of the context that is read (up to 1), or a number of tokens.  "
-        f"[default: {_FACTS.budget} for {_OWN}, {DEFAULT_BUDGET} for the others]",
+        f"[default: {DEFAULT_BUDGET}; at most {DRAFT_BUDGET} for drafts of --eps-verify under a floor]",
     ),
     _read(
         "--eps-budget-floor", type=Whole(),
-        help="topk: tokens that a share is raised to, so that shorter contexts are dense.  "
+        help="topk: smallest budget in tokens; shorter contexts are dense.  "
         f"[default: {_FACTS.budget_floor} for {_OWN}; 0 for the others, and where --eps-budget is given; at most "
-        f"{DRAFT_FLOOR} for drafts of --eps-verify]",
+        f"{DRAFT_BUDGET_FLOOR} for drafts of --eps-verify]",
     ),
     _read(
-        "--eps-epsilon", type=Real(), default=_DEFAULT.read.epsilon, show_default=True,
-        help="--eps-strict: most certified share of the softmax left unread.",
+        "--eps-epsilon", type=Real(), default=_DEFAULT.selection_config.epsilon, show_default=True,
+        help="--eps-strict: largest bound of the unread share of the softmax.",
     ),
     _read(
-        "--eps-alpha", type=Real(), default=_DEFAULT.read.alpha, show_default=True,
-        help="threshold: a group is skipped below T / alpha; higher visits more.",
+        "--eps-alpha", type=Real(), default=_DEFAULT.selection_config.alpha, show_default=True,
+        help="threshold: groups below T / alpha are skipped; a higher alpha selects more.",
     ),
     _read(
         "--eps-top-pages", type=Whole(),
-        help="In groups: topk budget, threshold heap.",
+        help="Maximum number of selected groups; topk: the budget.",
     ),
-    _read("--eps-first-tokens", type=Whole(), help=_guard_help(0)),
-    _read("--eps-last-tokens", type=Whole(), help=_guard_help(1)),
-    _read("--eps-first-n", type=Whole(), help="--eps-first-tokens in groups."),
-    _read("--eps-last-n", type=Whole(), help="--eps-last-tokens in groups."),
+    _read("--eps-sink-tokens", also=["--eps-first-tokens"], type=Whole(), help=_default_help(0)),
+    _read("--eps-recent-tokens", also=["--eps-last-tokens"], type=Whole(), help=_default_help(1)),
+    _read("--eps-first-n", type=Whole(), help="--eps-sink-tokens in groups."),
+    _read("--eps-last-n", type=Whole(), help="--eps-recent-tokens in groups."),
     _read(
-        "--eps-scope", type=click.Choice(SCOPES), default=_DEFAULT.read.scope, show_default=True,
-        help="A list of groups for each kv head, or the union of them for all heads.",
+        "--eps-scope", type=click.Choice(SCOPES), default=_DEFAULT.selection_config.scope, show_default=True,
+        help="One selection for each KV head, or their union for all.",
     ),
     _read(
         "--eps-combine", type=click.Choice(COMBINES),
@@ -136,25 +142,26 @@ selection_options = options(
     ),
     _read(
         "--eps-heads", type=click.Choice(("all", "retrieval")), default="all", show_default=True,
-        help="retrieval: gate only the heads that --eps-head-policy marks so; the others stay dense.",
+        help="Sparse heads: all, or those that --eps-head-policy marks as retrieval; the others stay dense.",
     ),
     _read(
         "--eps-head-policy", type=FILE, metavar="FILE", help="What `eps-proto calibrate` wrote."
     ),
     _read(
         "--eps-strict", is_flag=True,
-        help="Read more until the certified unread share of every head is at most --eps-epsilon.",
+        help="Select more until the bound of every head's unread share is at most --eps-epsilon.",
     ),
     _read(
-        "--eps-min-context", type=OrWord(Whole(), AUTO), default=_DEFAULT.read.min_context,
+        "--eps-min-context", type=OrWord(Whole(), AUTO), default=_DEFAULT.selection_config.min_context,
         show_default=True, metavar="N|auto",
-        help="Dense below N tokens; auto (run only): below where gating pays, measured once on this device.",
+        help="Context below which decoding is dense; auto (run only): where sparse attention pays, "
+        "measured once on this device.",
     ),
 )  # fmt: skip
 
 kernels_option = option(
     "--kernels", heading=MODEL, type=click.Choice(("auto", *KERNELS)), default="auto", show_default=True,
-    help="What computes attention; changes speed only. auto: the fastest that this device has.",
+    help="Attention kernels; they change speed only. auto: the fastest on this device.",
 )  # fmt: skip
 
 
@@ -198,8 +205,8 @@ def config_of(
         **code_settings(flags),
         rq_bounds=flags["eps_rq_bounds"],
         bound_bits=flags["eps_bound_bits"],
-        tail_tokens=_tail_tokens(flags),
-        group_tokens=flags["eps_group_tokens"],
+        correction_tokens=_correction_tokens(flags),
+        group_size=flags["eps_group_size"],
         group_blocks=flags["eps_group_blocks"],
         policy=policy,
         budget=flags["eps_budget"],
@@ -207,8 +214,8 @@ def config_of(
         epsilon=flags["eps_epsilon"],
         alpha=flags["eps_alpha"],
         top_pages=flags["eps_top_pages"],
-        first_tokens=flags["eps_first_tokens"],
-        last_tokens=flags["eps_last_tokens"],
+        num_sink_tokens=flags["eps_sink_tokens"],
+        num_recent_tokens=flags["eps_recent_tokens"],
         scope=flags["eps_scope"],
         combine=flags["eps_combine"],
         strict=flags["eps_strict"],
@@ -217,36 +224,36 @@ def config_of(
         min_context=min_context,
         block_size=flags["block_size"],
     )
-    if flags["eps_tail"] == "mean" and flags["eps_tail_tokens"] is None:
-        config = config.with_tail()
-    for end in ("first", "last"):
+    if flags["eps_correction"] == "mean" and flags["eps_correction_tokens"] is None:
+        config = config.with_correction()
+    for end, role in (("first", "sink"), ("last", "recent")):
         groups = flags[f"eps_{end}_n"]
         if groups is None:
             continue
-        if f"eps_{end}_tokens" in given:
-            raise click.UsageError(f"--eps-{end}-n and --eps-{end}-tokens say the same thing twice: give one of them")
+        if f"eps_{role}_tokens" in given:
+            raise click.UsageError(f"--eps-{end}-n and --eps-{role}-tokens say the same thing twice: give one of them")
         if groups < 0:
             raise click.UsageError(f"--eps-{end}-n {groups} is negative: use 0 or more groups")
-        config = config.replace(**{f"{end}_tokens": groups * config.store.S})
+        config = config.replace(**{f"num_{role}_tokens": groups * config.cache_config.S})
     return config
 
 
 def code_settings(flags: dict[str, Any]) -> dict[str, Any]:
-    """What the flags say of codes, as flat settings."""
-    stages = flags["eps_stages"]
+    """Return the flags' settings of codes, flat."""
+    cascade = flags["eps_cascade"]
     return {
-        "mean_tokens": flags["eps_unit_tokens"],
+        "mean_tokens": flags["eps_mean_tokens"],
         "mean_bits": flags["eps_mean_bits"],
-        "stages": () if stages == (0,) else stages,
-        "refine": flags["eps_refine"],
+        "cascade": () if cascade == (0,) else cascade,
+        "rescore": flags["eps_rescore"],
     }
 
 
-def _tail_tokens(flags: dict[str, Any]) -> int | None:
-    """Return the tokens of one mean value of the tail; None where what is skipped is dropped."""
-    if flags["eps_tail"] == "drop" and flags["eps_tail_tokens"] is not None:
-        raise click.UsageError("--eps-tail-tokens belongs to --eps-tail mean: drop it or choose that")
-    return flags["eps_tail_tokens"]
+def _correction_tokens(flags: dict[str, Any]) -> int | None:
+    """Return the tokens of one mean value of the skipped-mass correction; None where what is skipped is dropped."""
+    if flags["eps_correction"] == "drop" and flags["eps_correction_tokens"] is not None:
+        raise click.UsageError("--eps-correction-tokens belongs to --eps-correction mean: drop it or choose that")
+    return flags["eps_correction_tokens"]
 
 
 def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:

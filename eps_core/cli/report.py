@@ -6,7 +6,7 @@ import click
 
 from eps_core.cli.help import FILE, OUTPUT, OUTPUT_FILE, command, option
 from eps_core.errors import ConfigError
-from eps_core.files import outputs
+from eps_core.io import outputs
 
 
 @command(
@@ -27,7 +27,7 @@ from eps_core.files import outputs
     type=OUTPUT_FILE,
     metavar="FILE",
     required=True,
-    help="HTML.",
+    help="Output HTML file.",
 )
 def report_command(results: tuple[Path, ...], out: Path) -> None:
     """Draw results (JSONL of evaluate, run --metrics or scripts/) as one HTML page that needs no network.

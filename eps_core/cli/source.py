@@ -4,7 +4,7 @@ import click
 
 from eps_core.cli.help import FILE, MODEL, option
 from eps_core.cli.numbers import KvBits
-from eps_core.config.store import DTYPE_BYTES
+from eps_core.config.cache import DTYPE_BYTES
 from eps_core.load import BACKENDS
 
 backend_option = option(
@@ -27,12 +27,12 @@ model_option = option(
 )
 dtype_option = option(
     "--dtype", heading=MODEL, type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
-    help="Of the weights; auto: as stored, but float32 on a CPU that does not multiply bfloat16 natively.",
+    help="Weight dtype; auto: as stored, but float32 on a CPU that does not multiply bfloat16 natively.",
 )  # fmt: skip
 kv_dtype_option = option(
-    "--kv-dtype", heading=MODEL, type=click.Choice(tuple(DTYPE_BYTES)), help="Of the KV cache.  [default: as --dtype]"
+    "--kv-dtype", heading=MODEL, type=click.Choice(tuple(DTYPE_BYTES)), help="KV cache dtype.  [default: as --dtype]"
 )
 kv_bits_option = option(
     "--kv-bits", heading=MODEL, type=KvBits(), default="16", show_default=True,
-    help="Of cached K and V: 8, fp8, 4, nvfp4: codes with a scale a token and head; 8,4: of K, of V; 16: as they are.",
+    help="Quantized KV: 8, fp8, 4 or nvfp4, with one scale a token and head; 8,4: K, V; 16: not quantized.",
 )  # fmt: skip

@@ -1,1 +1,1 @@
-"""What is kept and what a step reads, checked at birth."""
+"""The settings of what is kept and of what a step reads, checked at birth."""

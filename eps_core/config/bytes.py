@@ -3,75 +3,82 @@
 from collections.abc import Iterable
 from operator import mul
 
+from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, KvFormats
-from eps_core.config.store import CacheSpec, Store
 from eps_core.summaries import table
 
 
-def second_bit_bytes(store: Store, head_dim: int) -> int:
-    """Bytes of the second bit of codes and its scale per (layer, kv head, group): stored of all, read of the best."""
-    fields = table.fields(store, head_dim).values()
-    return sum(field.num_bytes for field in fields if field.best_only) // store.groups_per_seal
+def second_bit_bytes(cache_config: CacheConfig, head_dim: int) -> int:
+    """Bytes of the rescoring bit of codes and its scale per (layer, kv head, group): stored of all, read of the
+    best."""
+    fields = table.fields(cache_config, head_dim).values()
+    return sum(field.num_bytes for field in fields if field.best_only) // cache_config.groups_per_span
 
 
-def part_bytes(store: Store, head_dim: int) -> list[int]:
+def part_bytes(cache_config: CacheConfig, head_dim: int) -> list[int]:
     """Bytes of each part of a code after the first per (layer, kv head, group): read of the best by those before."""
-    fields = table.fields(store, head_dim).values()
-    later = range(1, table.num_parts(store, head_dim))
-    return [sum(field.num_bytes for field in fields if field.part == part) // store.groups_per_seal for part in later]
+    fields = table.fields(cache_config, head_dim).values()
+    later = range(1, table.num_parts(cache_config, head_dim))
+    return [
+        sum(field.num_bytes for field in fields if field.part == part) // cache_config.groups_per_span for part in later
+    ]
 
 
 def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> int:
     """Bytes read besides K and V per (layer, kv head) to score sequences of `lengths` tokens: the summaries of their
-    groups, of codes in stages the first part of all and each further part of the best, the second bits of the best, and
-    the mean values of the tail. Padding of tables is not counted: what a table's width adds is the backend's affair,
-    and a kernel does not read it."""
-    store, total = config.store, 0
-    second, parts = second_bit_bytes(store, head_dim), part_bytes(store, head_dim)
-    of_all = sealed_bytes(store, head_dim) - store.groups_per_seal * (second + sum(parts))
+    groups, of codes in stages the first part of all and each further part of the best, the rescoring bits of the best,
+    and the mean values of the skipped-mass correction. Padding of tables is not counted: what a table's width adds is
+    the backend's affair, and a kernel does not read it."""
+    cache_config, total = config.cache_config, 0
+    second, parts = second_bit_bytes(cache_config, head_dim), part_bytes(cache_config, head_dim)
+    of_all = span_bytes(cache_config, head_dim) - cache_config.groups_per_span * (second + sum(parts))
     for length in lengths:
-        total += -(-length // store.sealed_tokens) * of_all
-        total += sum(map(mul, config.staged_groups(length, head_dim), parts))
-        total += config.refined_groups(length) * second
-        total += tail_bytes(store, head_dim, length)
+        total += -(-length // cache_config.span_tokens) * of_all
+        total += sum(map(mul, config.cascade_groups(length, head_dim), parts))
+        total += config.rescored_groups(length) * second
+        total += correction_bytes(cache_config, head_dim, length)
     return total
 
 
-def tail_bytes(store: Store, head_dim: int, num_tokens: int) -> int:
-    """Bytes of the tail's mean values per (layer, kv head) of a sequence of `num_tokens` tokens: stored, and all read
-    by a scoring pass."""
-    return -(-num_tokens // store.tail_tokens) * sealed_bytes(store.tail_store, head_dim) if store.tail_tokens else 0
+def correction_bytes(cache_config: CacheConfig, head_dim: int, num_tokens: int) -> int:
+    """Bytes of the mean values of skipped-mass correction per (layer, kv head) of a sequence of `num_tokens` tokens:
+    stored, and all read by a scoring pass."""
+    return (
+        -(-num_tokens // cache_config.correction_tokens) * span_bytes(cache_config.correction_config, head_dim)
+        if cache_config.correction_tokens
+        else 0
+    )
 
 
-def sealed_bytes(store: Store, head_dim: int) -> int:
-    """Bytes stored per (layer, kv head) of what is summarised together, `store.groups_per_seal` groups."""
-    return sum(field.num_bytes for field in table.fields(store, head_dim).values())
+def span_bytes(cache_config: CacheConfig, head_dim: int) -> int:
+    """Bytes stored per (layer, kv head) of what is summarised together, `CacheConfig.groups_per_span` groups."""
+    return sum(field.num_bytes for field in table.fields(cache_config, head_dim).values())
 
 
-def summary_group_bytes(store: Store, head_dim: int) -> int | float:
+def summary_group_bytes(cache_config: CacheConfig, head_dim: int) -> int | float:
     """Bytes stored per (layer, kv head, group), no whole number where groups share a mean; a scoring pass reads
     `scoring_bytes`. Open-group accumulators are apart."""
-    shared, groups = sealed_bytes(store, head_dim), store.groups_per_seal
+    shared, groups = span_bytes(cache_config, head_dim), cache_config.groups_per_span
     return shared / groups if shared % groups else shared // groups
 
 
 def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[int, list[str]]:
-    """Bytes of the running statistics of one open group, per slot of `max_open_groups`: the most that a method keeps,
-    and the methods that keep any."""
+    """Bytes of the running statistics of one partial group, per slot of `max_open_groups`: the most that a method
+    keeps, and the methods that keep any."""
     kept = {
-        name: sum(field.num_bytes for field in table.running(Store(name), head_dim).values())
+        name: sum(field.num_bytes for field in table.running(CacheConfig(name), head_dim).values())
         for name in table.names(lambda one: one.follows)
     }
     return num_layers * num_kv_heads * max(kept.values()), [name for name, num_bytes in kept.items() if num_bytes]
 
 
-def summary_bytes(store: Store, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:
-    """Bytes of all summaries of one sequence of `num_tokens` tokens, those of bounds and tails included."""
-    kept = -(-num_tokens // store.sealed_tokens) * sealed_bytes(store, head_dim)
-    kept += tail_bytes(store, head_dim, num_tokens)
-    if store.bound_bits:
-        kept += num_tokens * sealed_bytes(store.bound_store, head_dim)
+def summary_bytes(cache_config: CacheConfig, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:
+    """Bytes of all summaries of one sequence of `num_tokens` tokens, those of bounds and corrections included."""
+    kept = -(-num_tokens // cache_config.span_tokens) * span_bytes(cache_config, head_dim)
+    kept += correction_bytes(cache_config, head_dim, num_tokens)
+    if cache_config.bound_bits:
+        kept += num_tokens * span_bytes(cache_config.bound_store, head_dim)
     return num_layers * num_kv_heads * kept
 
 

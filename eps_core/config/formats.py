@@ -1,5 +1,5 @@
 """In what K and V may lie, by what --kv-bits calls it: the one place that says a format's codes, scales and bytes. How
-numbers become codes and codes numbers: `oracle.codes`."""
+numbers become codes and codes numbers: `reference.codes`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Format:
     code_bits: int
     code_dtype: str  # in which the bytes of codes lie
     most: int  # the largest number of a row that codes can say, in scales
-    block: int = 0  # elements that share a scale of one byte besides; 0: none
+    block: int = 0  # elements that also share a scale of one byte; 0: none
     multiple: int = 1  # head dims must be one of it ..
     because: str = ""  # .. since it does this
     instead: str = ""
@@ -46,7 +46,7 @@ EXACT: KvFormats = (AS_THEY_ARE, AS_THEY_ARE)
 
 
 def fault(name: FormatName, head_dim: int) -> str | None:
-    """Why heads of `head_dim` cannot lie in a format, and the mend; None: they can."""
+    """Return why heads of `head_dim` cannot lie in a format, and the fix; None: they can."""
     if name not in KV_BITS:
         return f"kv-bits {name} is not one of {', '.join(map(str, KV_BITS))}: use 8"
     form = FORMATS.get(name)
@@ -67,17 +67,17 @@ def as_given(kv_bits: Iterable[FormatName]) -> str:
 
 
 def words(name: FormatName, dtype: str) -> str:
-    """What tables call K or V of a cache of this dtype."""
+    """Return the name in tables of K or V of a cache of this dtype."""
     return FORMATS[name].words if name in FORMATS else dtype
 
 
 def described(dtype: str, kv_bits: KvFormats) -> str:
-    """What a cache holds K and V in, in a word or two."""
+    """Return the formats of K and V of a cache, in a word or two."""
     k, v = (words(name, dtype) for name in kv_bits)
     return k if k == v else f"K {k}, V {v}"
 
 
-def side_label(reads: str, dtype: str, kv_bits: KvFormats) -> str:
-    """What a column of results is called: what reads the cache (dense, EPS, a policy), and in what K and V lie where
-    they are codes."""
+def outcome_label(reads: str, dtype: str, kv_bits: KvFormats) -> str:
+    """Return the name of a column of results: what reads the cache (dense, EPS, a policy), and in what K and V lie
+    where they are codes."""
     return reads if kv_bits == EXACT else f"{reads}, {described(dtype, kv_bits)}"

@@ -26,8 +26,8 @@ _i8, _i16 = ir.IntType(8), ir.IntType(16)
 
 @functools.cache
 def usable() -> bool:
-    """Whether kernels may use tile registers: code is compiled for them, and Linux lets this process (it must be asked,
-    once)."""
+    """Return whether kernels may use tile registers: code is compiled for them, and Linux lets this process (it must be
+    asked, once)."""
     if not {"+amx-tile", "+amx-bf16", "+avx512f"} <= set(_FEATURES) or platform.system() != "Linux":
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0

@@ -110,33 +110,34 @@ def exp_from_largest(x):
 
 
 @kernel(fastmath=FAST)
-def masses_by_tail(masses, largest, weights):
-    """Fills weights [tails] with the sums of exp(masses - largest) over the groups of each: masses [G]."""
-    per_tail = len(masses) // len(weights)
-    if per_tail % LANES == 0:
+def masses_by_correction(masses, largest, weights):
+    """Fills weights [corrections] with the sums of exp(masses - largest) over the groups of each: masses [G]."""
+    per_correction = len(masses) // len(weights)
+    if per_correction % LANES == 0:
         for t in range(len(weights)):
-            weights[t] = exp_sum(masses, t * per_tail, per_tail, largest)
+            weights[t] = exp_sum(masses, t * per_correction, per_correction, largest)
         return
     for t in range(len(weights)):
         weights[t] = 0
-        for group in range(t * per_tail, (t + 1) * per_tail):
+        for group in range(t * per_correction, (t + 1) * per_correction):
             weights[t] += np.exp(masses[group] - largest)
 
 
 @kernel(fastmath=FAST)
-def attend_tail(
-    progress, estimate, groups, counts, lse, means, scale, fill, table, lengths, size, tails_per_unit, out, tail, shares
+def attend_correction(
+    progress, estimate, groups, counts, lse, means, scale, fill, table, lengths, size, corrections_per_unit, out,
+    correction, shares
 ):  # fmt: skip
-    """Fills out [B, Hq, D] and tail [B, Hq] float32 with what `attend_tail` of the array backends returns, and shares
-    [B, Hkv] with the share of the softmax outside the selection, as `skipped_mass` does: estimate [B, Hkv, G], the
-    selection's groups [B, Hkv, W] and counts [B, Hkv], lse [B, Hq]; means flat int8 and scale int16 of the tail groups
-    of `size` tokens, fill their state. One phase."""
+    """Fills out [B, Hq, D] and correction [B, Hq] float32 with what `attend_correction` of the array backends returns,
+    and shares [B, Hkv] with the share of the softmax outside the selection, as `skipped_mass` does: estimate [B, Hkv,
+    G], the selection's groups [B, Hkv, W] and counts [B, Hkv], lse [B, Hq]; means flat int8 and scale int16 of
+    correction groups of `size` tokens, fill their state. One phase."""
     batch, kv_heads, num_groups = estimate.shape
     num_heads, head_dim = out.shape[1:]
-    repeat, num_tails = num_heads // kv_heads, table.shape[1] * tails_per_unit
+    repeat, num_corrections = num_heads // kv_heads, table.shape[1] * corrections_per_unit
     held = np.full((num_groups + LANES - 1) // LANES * LANES, -np.inf, np.float32)
-    masses, weights = held[:num_groups], np.empty(num_tails, np.float32)
-    places, mean = np.empty(num_tails + PREFETCH_ROWS, np.int64), np.empty(head_dim, np.float32)
+    masses, weights = held[:num_groups], np.empty(num_corrections, np.float32)
+    places, mean = np.empty(num_corrections + PREFETCH_ROWS, np.int64), np.empty(head_dim, np.float32)
     seen_masses = np.empty(groups.shape[2] + LANES, np.float32)
     while True:
         row = take(progress, 0)
@@ -154,30 +155,30 @@ def attend_tail(
         read, seen = exp_from_largest(seen_masses[:padded])
         left, total, rest = largest_of(held, len(held)), np.float32(0), np.float32(0)
         if left > -np.inf:
-            masses_by_tail(masses, left, weights)
+            masses_by_correction(masses, left, weights)
         else:
             weights[:] = 0
         for m in range(table.shape[1]):
-            unit, start = table[b, m], m * tails_per_unit
-            for t in range(start, start + tails_per_unit):
-                place = (max(unit, 0) * kv_heads + h) * tails_per_unit + t - start
+            unit, start = table[b, m], m * corrections_per_unit
+            for t in range(start, start + corrections_per_unit):
+                place = (max(unit, 0) * kv_heads + h) * corrections_per_unit + t - start
                 places[t] = place * head_dim
-                usable = (t + 1) * size <= lengths[b] and fill[unit * tails_per_unit + t - start] == size
+                usable = (t + 1) * size <= lengths[b] and fill[unit * corrections_per_unit + t - start] == size
                 if usable and weights[t] > 0:
                     total += weights[t]
                     weights[t] *= wide(scale[place])
                 else:  # an unused place may hold any scale
                     rest += weights[t]
                     weights[t] = 0
-        places[num_tails:] = places[num_tails - 1]
+        places[num_corrections:] = places[num_corrections - 1]
         mean[:] = 0
-        add_scaled(means, places, 0, num_tails, head_dim, weights, mean)
+        add_scaled(means, places, 0, num_corrections, head_dim, weights, mean)
         seen_lse = read + np.log(seen) if seen > 0 else np.float32(-np.inf)
         for head in range(h * repeat, (h + 1) * repeat):
             over = seen_lse - lse[b, head]  # NaN where nothing was read: nothing is lowered
             for c in range(head_dim):
                 out[b, head, c] = mean[c] / total if total > 0 else np.float32(0)
-            tail[b, head] = left + np.log(total) - (over if over > 0 else 0) if total > 0 else np.float32(-np.inf)
+            correction[b, head] = left + np.log(total) - (over if over > 0 else 0) if total > 0 else np.float32(-np.inf)
         most, skipped = max(left, read), total + rest
         if skipped > 0:
             skipped *= np.exp(left - most)
@@ -203,7 +204,7 @@ def merge(out, lse, other_out, other_lse, whole, whole_lse):
 
 
 @kernel(fastmath=FAST)
-def skipped_mass(progress, estimate, visit, shares):
+def skipped_mass(progress, estimate, selected_mask, shares):
     """Fills shares [B, Hkv] with the estimated share of the softmax outside visit [B, Hkv, G] uint8; groups without an
     estimate are left out of both sides. One phase."""
     batch, kv_heads, groups = estimate.shape
@@ -212,7 +213,7 @@ def skipped_mass(progress, estimate, visit, shares):
         row = take(progress, 0)
         if row >= batch * kv_heads:
             break
-        own, listed = estimate[row // kv_heads, row % kv_heads], visit[row // kv_heads, row % kv_heads]
+        own, listed = estimate[row // kv_heads, row % kv_heads], selected_mask[row // kv_heads, row % kv_heads]
         masses = np.full(padded, -np.inf, np.float32)
         for group in range(groups):
             masses[group] = own[group] if abs(own[group]) < np.inf else -np.inf

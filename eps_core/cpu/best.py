@@ -99,7 +99,7 @@ def limit(keys, count, num, spare):
 
 @kernel()
 def keep_best(keys, count, num, spare):
-    """Of keys [count] the `num` largest stay, the others become 0; all stay where no more are there. num >= 0."""
+    """Keeps the `num` largest of keys [count], the others become 0; all stay where no more are there. num >= 0."""
     key, end = limit(keys, count, num, spare)
     for i in range(end):
         keys[i] = keys[i] if keys[i] >= key else np.uint32(0)
@@ -114,9 +114,9 @@ def list_kept(keys, count, listed):
 
 
 @kernel()
-def select_topk(progress, estimate, count, guards, ends, groups, visit):
-    """Fills groups [B, Hkv, W] with the `count` [B] best of estimate [B, Hkv, G] within ends [B], the guards and +inf
-    first, ascending and then -1; and visit [B, Hkv, G] uint8. One phase."""
+def select_topk(progress, estimate, count, selectable, ends, groups, selected_mask):
+    """Fills groups [B, Hkv, W] with the `count` [B] best of estimate [B, Hkv, G] within ends [B], the sink and recent
+    tokens and +inf first, ascending and then -1; and selected_mask [B, Hkv, G] uint8. One phase."""
     batch, kv_heads, num_groups = estimate.shape
     keys, spare = np.empty(num_groups, np.uint32), np.empty(num_groups + 16, np.uint32)
     listed = np.empty(num_groups + 16, np.int32)
@@ -127,11 +127,11 @@ def select_topk(progress, estimate, count, guards, ends, groups, visit):
         b, h = row // kv_heads, row % kv_heads
         end = ends[b]
         order(estimate[b, h, :end].view(np.uint32), keys)
-        keys[: guards[b, 0]] = FIRST
-        keys[guards[b, 1] : end] = FIRST
+        keys[: selectable[b, 0]] = FIRST
+        keys[selectable[b, 1] : end] = FIRST
         keep_best(keys, end, count[b], spare)
         taken = list_kept(keys, end, listed)
-        own, seen = groups[b, h], visit[b, h]
+        own, seen = groups[b, h], selected_mask[b, h]
         own[:taken] = listed[:taken]
         own[taken:] = -1
         for i in range(end):

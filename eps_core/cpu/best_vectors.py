@@ -109,7 +109,7 @@ def mark(typing_context, keys, first, end, key, before, marks):
 
 @intrinsic
 def count_above(typing_context, keys, count, most):
-    """How many of the first `count` keys, uint32, are above `most`."""
+    """Return how many of the first `count` keys, uint32, are above `most`."""
 
     def codegen(context, builder, signature, args):
         data, num = _data(context, builder, signature.args[0], args[0]), _int64(context, builder, types.int64, args[1])

@@ -55,7 +55,7 @@ def _greater(builder, new, old):
 
 
 def _base(builder, largest, scale):
-    """What logits are lowered by: largest * scale, 0 where nothing was seen."""
+    """Return the number that logits are lowered by: largest * scale, 0 where nothing was seen."""
     seen = builder.fcmp_ordered(">", largest, _splat(float("-inf")))
     return builder.select(seen, builder.fmul(largest, scale), _splat(0.0))
 

@@ -1,5 +1,5 @@
-"""What the CPU kernels are called with: of each part of a gated layer the kernel, its phases, its arguments, and the
-arrays that it fills. `kernels` runs them, one by one or all in one.
+"""The calls of the CPU kernels: of each part of a sparse layer the kernel, its phases, its arguments, and the arrays
+that it fills. `kernels` runs them, one by one or all in one.
 
 `cache` is a backend's; `host` shows one of its arrays as numpy without a copy (bfloat16 as uint16).
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eps_core.cpu import attend, best, score, threads, unit_vectors, units, vectors, write
-from eps_core.paging.where import Where
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import PARTS, QUERY_STEPS, part_dims
 
 Host = Callable[[Any], np.ndarray]
@@ -41,8 +41,8 @@ class Chosen(NamedTuple):
     groups: np.ndarray
     counts: np.ndarray
     uniform: np.ndarray
-    forced: np.ndarray
-    visit: np.ndarray
+    always_selected: np.ndarray
+    selected_mask: np.ndarray
 
 
 class State(NamedTuple):
@@ -92,7 +92,8 @@ def aligned(*shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 @functools.lru_cache(maxsize=64)
 def _lines(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, list[tuple[int, int, tuple[int, ...]]]]:
-    """How many numbers arrays of these shapes take, one after another from a cache line each, and where each is."""
+    """Return how many numbers arrays of these shapes take, one after another from a cache line each, and where each
+    is."""
     places, start = [], 0
     for shape in shapes:
         size = math.prod(shape)
@@ -101,121 +102,123 @@ def _lines(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, list[tuple[int, in
     return start, places
 
 
-def unsupported_scoring(cache: Any, where: Where) -> str | None:
-    """Return what `scoring` does not support of a cache and of how a step reads it, in a few words, or None."""
-    store, spec = cache.store, cache.spec
-    if store.rq_bounds:
+def unsupported_scoring(cache: Any, plan: StepPlan) -> str | None:
+    """Return the part of a cache or of its reading that `scoring` does not support, in a few words, or None."""
+    cache_config, spec = cache.cache_config, cache.spec
+    if cache_config.rq_bounds:
         return "rq with bounds of its own"
-    if not store.facts.coded:
-        return None if store.method == "meanstd" else f"method {store.method}"
-    if store.groups_per_seal % vectors.LANES:
-        return f"{store.groups_per_seal} groups to a mean, no multiple of {vectors.LANES}"
+    if not cache_config.method_spec.coded:
+        return None if cache_config.method == "meanstd" else f"method {cache_config.method}"
+    if cache_config.groups_per_span % vectors.LANES:
+        return f"{cache_config.groups_per_span} groups to a mean, no multiple of {vectors.LANES}"
     if spec.head_dim * QUERY_STEPS >= 2**15:  # sums are int16
         return f"head dim {spec.head_dim}"
-    if where.config.read.combine == "sum" and spec.k_bits not in KEY_BITS:
+    if plan.config.selection_config.combine == "sum" and spec.k_bits not in KEY_BITS:
         return f"combine sum over K in {spec.k_bits}"
     return None
 
 
-def scoring(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, np.ndarray]:
+def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host) -> tuple[Call, np.ndarray]:
     """Return the call that scores q [B, Hq, D] float32, and estimate [B, Hkv, G] float32, which it fills. Needs a cache
     of which `unsupported_scoring` is None."""
-    store, spec = cache.store, cache.spec
-    if store.facts.coded:
-        return _scoring_units(cache, layer, q, where, host)
-    per_unit, groups = store.groups_per_unit, where.num_groups
+    cache_config, spec = cache.cache_config, cache.spec
+    if cache_config.method_spec.coded:
+        return _scoring_units(cache, layer, q, plan, host)
+    per_unit, groups = cache_config.groups_per_unit, plan.num_groups
     estimate = np.empty((len(q), spec.num_kv_heads, groups), np.float32)
     stored = {name: lanes(host(pool)) for name, pool in cache.summaries[layer].items()}
     args = (
         q, stored["mean"], stored["std"], stored["mean_scale"], stored["std_scale"], cache.state[layer].fill,
-        where.table, where.lengths, store.S, per_unit, np.empty((len(q), groups), np.uint8), estimate,
+        plan.table, plan.lengths, cache_config.S, per_unit, np.empty((len(q), groups), np.uint8), estimate,
     )  # fmt: skip
     return Call(score.score_codes, 2, args), estimate
 
 
-def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, np.ndarray]:
+def _scoring_units(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host) -> tuple[Call, np.ndarray]:
     """`scoring` by codes about units' means."""
-    store, spec = cache.store, cache.spec
+    cache_config, spec = cache.cache_config, cache.spec
     batch, num_heads, head_dim = q.shape
-    sums = where.config.read.combine == "sum"
-    kv_heads, per_seal = spec.num_kv_heads, store.groups_per_seal
+    sums = plan.config.selection_config.combine == "sum"
+    kv_heads, per_span = spec.num_kv_heads, cache_config.groups_per_span
     rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
-    groups = where.num_groups
-    seals = groups // per_seal
+    groups = plan.num_groups
+    spans = groups // per_span
     # without waiting for other threads where each has rows enough
     together = rows < ROWS_PER_THREAD * threads.num_threads()
     pools = {name: lanes(host(array)) for name, array in cache.summaries[layer].items()}
     estimate = np.empty((batch, kv_heads, groups), np.float32)
-    chunks = -(-seals // max(units.CHUNK_GROUPS // per_seal, 1))
+    chunks = -(-spans // max(units.CHUNK_GROUPS // per_span, 1))
 
     def know() -> tuple[Any, ...]:
-        """What every layer's call is told alike: counts, a rotation and dimensions, sizes of what it works in."""
-        dims = part_dims(store, head_dim)
+        """Return the arguments that all layers' calls share: counts, a rotation and dimensions, sizes of work
+        arrays."""
+        dims = part_dims(cache_config, head_dim)
         words = sum(-(-many // (8 * unit_vectors.WORD)) for many in (*dims, head_dim)) * unit_vectors.WORD_TABLE // 4
-        sides, mean_bytes = 8 // store.mean_bits, -(-head_dim * store.mean_bits // 8)
-        sizes = words, sides * vectors.HEADS * mean_bytes, (len(dims) + 1) * vectors.HEADS
+        outcomes, mean_bytes = 8 // cache_config.mean_bits, -(-head_dim * cache_config.mean_bits // 8)
+        sizes = words, outcomes * vectors.HEADS * mean_bytes, (len(dims) + 1) * vectors.HEADS
         return (
-            np.array(where.staged(head_dim), np.int64).reshape(-1, batch), write.rotation(head_dim), np.array(dims),
+            np.array(plan.cascaded(head_dim), np.int64).reshape(-1, batch), write.rotation(head_dim), np.array(dims),
             [(rows, passes, size) for size in sizes], units.new_lists(0, groups, chunks, passes),
         )  # fmt: skip
 
-    key = "score_units", store.parts, store.mean_bits, per_seal, head_dim, num_heads, kv_heads
-    staged, rotation, dims, shapes, no_lists = where.once(key, know)
+    key = "score_units", cache_config.parts, cache_config.mean_bits, per_span, head_dim, num_heads, kv_heads
+    cascaded, rotation, dims, shapes, no_lists = plan.once(key, know)
     codes, *later = (pools[name] for name in PARTS[len(dims)])
     words, queries, factors = aligned(*shapes)
     args = (
         together, q, *(rows_of(cache.k[layer], spec.dtype, host) if sums else _NO_KEYS), sums,
-        pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes,
+        pools["mean"], pools["mean_scale"], cache_config.mean_bits, pools["scale"], codes,
         (*later, codes, codes)[:2], pools.get("second", codes), pools.get("second_scale", pools["scale"]),
-        cache.state[layer].fill, where.table, where.lengths, staged, where.refined,
-        host(cache.fixed[layer]["signs"]), *rotation, dims, store.S, store.sealed_tokens, store.seals_per_unit,
-        np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64), words.view(np.int8), queries,
-        factors.reshape(rows, passes, -1, vectors.HEADS), np.empty((rows, passes, vectors.HEADS), np.float32),
-        np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
+        cache.state[layer].fill, plan.table, plan.lengths, cascaded, plan.rescored,
+        host(cache.fixed[layer]["signs"]), *rotation, dims, cache_config.S, cache_config.span_tokens,
+        cache_config.spans_per_unit, np.empty((batch, spans), np.uint8), np.empty((batch, spans), np.int64),
+        words.view(np.int8), queries, factors.reshape(rows, passes, -1, vectors.HEADS),
+        np.empty((rows, passes, vectors.HEADS), np.float32),
+        np.empty((rows, passes * vectors.HEADS * (spans + vectors.LANES)), np.float32),
         units.new_lists(rows, groups, chunks, passes) if together else no_lists, estimate,
     )  # fmt: skip
     phases = 1 + units.MOST_PHASES if together else 2
     return Call(units.score_units, phases, args), estimate
 
 
-def choosing(where: Where, estimate: np.ndarray, num_missing: np.ndarray) -> tuple[Call, Chosen]:
+def choosing(plan: StepPlan, estimate: np.ndarray, num_missing: np.ndarray) -> tuple[Call, Chosen]:
     """By policy topk over estimate [B, Hkv, G] float32; num_missing [B] as in `Scores`."""
     batch, kv_heads, _ = estimate.shape
     own_missing = np.asarray(num_missing, np.int64)
 
     def count() -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        forced = where.num_forced + own_missing
-        uniform = where.budget(forced)
+        always_selected = plan.num_always_selected + own_missing
+        uniform = plan.budget(always_selected)
         counts = np.repeat(uniform[:, None], kv_heads, axis=1).astype(np.int32)
-        return counts, uniform, forced, max(int(uniform.max()), 1)
+        return counts, uniform, always_selected, max(int(uniform.max()), 1)
 
     # layers that were written alike share one answer
-    counts, uniform, forced, width = where.once(("topk", kv_heads, own_missing.tobytes()), count)
+    counts, uniform, always_selected, width = plan.once(("topk", kv_heads, own_missing.tobytes()), count)
     groups = np.empty((batch, kv_heads, width), np.int32)
-    visit = np.empty(estimate.shape, np.bool_)
-    args = estimate, uniform, where.guards, where.ends, groups, visit.view(np.uint8)
+    selected_mask = np.empty(estimate.shape, np.bool_)
+    args = estimate, uniform, plan.selectable, plan.ends, groups, selected_mask.view(np.uint8)
     alone = estimate.size < FEW_GROUPS
-    return Call(best.select_topk, 1, args, alone), Chosen(groups, counts, uniform, forced, visit)
+    return Call(best.select_topk, 1, args, alone), Chosen(groups, counts, uniform, always_selected, selected_mask)
 
 
 def attending(
-    cache: Any, layer: int, q: np.ndarray, where: Where, listed: tuple[np.ndarray, np.ndarray] | None, host: Host
+    cache: Any, layer: int, q: np.ndarray, plan: StepPlan, listed: tuple[np.ndarray, np.ndarray] | None, host: Host
 ) -> tuple[Call, State]:
-    """Of q [B, Hq, D] float32 over `listed`, the groups and counts of a selection, or over every token where it is
-    None; what will be read is counted."""
-    store, spec = cache.store, cache.spec
-    table, lengths = where.table, where.lengths
-    size, per_unit = store.S, store.groups_per_unit
+    """Return the call that attends for q [B, Hq, D] float32 over `listed`, the groups and counts of a selection, or
+    over every token where it is None. What will be read is counted."""
+    cache_config, spec = cache.cache_config, cache.spec
+    table, lengths = plan.table, plan.lengths
+    size, per_unit = cache_config.S, cache_config.groups_per_unit
     if listed is None:
         # whole units as groups: what lies past a sequence's end is not read
-        size, per_unit = store.unit_tokens, 1
+        size, per_unit = cache_config.unit_tokens, 1
 
         def whole() -> tuple[np.ndarray, np.ndarray]:
             groups = np.empty((len(table), spec.num_kv_heads, table.shape[1]), np.int32)
             groups[:] = np.arange(table.shape[1])
             return groups, np.repeat(-(-lengths[:, None] // size), spec.num_kv_heads, axis=1).astype(np.int32)
 
-        groups, counts = where.once(("attend whole", spec.num_kv_heads, size), whole)
+        groups, counts = plan.once(("attend whole", spec.num_kv_heads, size), whole)
     else:
         groups, counts = listed
     state = State(np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32))
@@ -231,7 +234,7 @@ def attending(
         return tokens, per_task, starts
 
     key = "attend", counts.tobytes(), size, threads.num_threads(), listed is None
-    tokens, per_task, starts = where.once(key, tasks)
+    tokens, per_task, starts = plan.once(key, tasks)
     cache.count_read(tokens * spec.kv_token_bytes)
     heads = -(-q.shape[1] // spec.num_kv_heads // vectors.HEADS) * vectors.HEADS
     largest, masses = (np.empty((starts[-1], heads), np.float32) for _ in range(2))
@@ -243,28 +246,28 @@ def attending(
     return Call(attend.attend, 2, args), state
 
 
-def adding_tail(
-    cache: Any, layer: int, where: Where, estimate: np.ndarray, listed: tuple[np.ndarray, np.ndarray],
+def adding_correction(
+    cache: Any, layer: int, plan: StepPlan, estimate: np.ndarray, listed: tuple[np.ndarray, np.ndarray],
     lse: np.ndarray, host: Host,
 ) -> tuple[Call, State, np.ndarray]:  # fmt: skip
     """The estimated attention over what the groups and counts of `listed` left out of estimate [B, Hkv, G], where the
-    listed ones gave lse [B, Hq], and the share [B, Hkv] of it: `skipped_mass`. Where the cache has no tail, arguments
-    of the same kinds alone: not to be called."""
-    inner = cache.tail
-    tail = State(np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32))
+    listed ones gave lse [B, Hq], and the share [B, Hkv] of it: `skipped_mass`. Where the cache has no correction,
+    arguments of the same kinds alone: not to be called."""
+    inner = cache.correction
+    correction = State(np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32))
     shares = np.empty(estimate.shape[:2], np.float32)
     if inner is None:
-        about = *_NO_TAIL, where.table, where.lengths, 1, 1
+        about = *_NO_TAIL, plan.table, plan.lengths, 1, 1
     else:
         means, scale = (lanes(host(inner.summaries[layer][name])) for name in ("mean", "mean_scale"))
         about = (
-            means, scale, inner.state[layer].fill, where.table, where.lengths, inner.store.S,
-            inner.store.groups_per_unit,
+            means, scale, inner.state[layer].fill, plan.table, plan.lengths, inner.cache_config.S,
+            inner.cache_config.groups_per_unit,
         )  # fmt: skip
-    return Call(attend.attend_tail, 1, (estimate, *listed, lse, *about, *tail, shares)), tail, shares
+    return Call(attend.attend_correction, 1, (estimate, *listed, lse, *about, *correction, shares)), correction, shares
 
 
-def summing_skipped(estimate: np.ndarray, visit: np.ndarray, shares: np.ndarray) -> Call:
+def summing_skipped(estimate: np.ndarray, selected_mask: np.ndarray, shares: np.ndarray) -> Call:
     """Fills shares [B, Hkv] float32 with the estimated share of the softmax outside visit [B, Hkv, G] bool: estimate
     [B, Hkv, G] float32."""
-    return Call(attend.skipped_mass, 1, (estimate, visit.view(np.uint8), shares), estimate.size < FEW_GROUPS)
+    return Call(attend.skipped_mass, 1, (estimate, selected_mask.view(np.uint8), shares), estimate.size < FEW_GROUPS)

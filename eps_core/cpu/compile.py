@@ -23,7 +23,7 @@ from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from eps_core.files import caches
+from eps_core.io import caches
 
 # never nnan or ninf: infinities carry meaning here
 FAST = frozenset({"reassoc", "contract", "arcp", "nsz"})
@@ -53,7 +53,7 @@ def compiled_from() -> str:
 
 
 def numba_settings() -> list[tuple[str, str]]:
-    """Of numba's variables, those that may change the code it makes."""
+    """Return those of numba's variables that may change the code it makes."""
     harmless = ("NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR")
     return sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in harmless)
 
@@ -76,7 +76,7 @@ def is_preparing() -> bool:
 
 @functools.cache
 def _folder() -> Path | None:
-    """Where this version's code is kept; None: nowhere."""
+    """Return where this version's code is kept; None: nowhere."""
     caches_folder = caches.folder()
     if caches_folder is None:
         return None

@@ -1,4 +1,4 @@
-"""Whether this process is a fork's child: OpenMP's threads do not come along, and calling them there never ends."""
+"""Detection of a fork's child: OpenMP's threads do not come along, and calling them there never ends."""
 
 import os
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-Arm = Callable[[], Any]
+Variant = Callable[[], Any]
 FLUSH_BYTES = 64 * 2**20  # where the size of the last cache is unknown
 LARGEST_FLUSH_BYTES = 512 * 2**20
 
@@ -19,8 +19,8 @@ LARGEST_FLUSH_BYTES = 512 * 2**20
 # --- the host, for every backend --------------------------------------------------------------------------------------
 
 
-def wall_clock(wait: Callable[..., None]) -> Callable[[Arm], tuple[float, Any]]:
-    def timed(function: Arm) -> tuple[float, Any]:
+def wall_clock(wait: Callable[..., None]) -> Callable[[Variant], tuple[float, Any]]:
+    def timed(function: Variant) -> tuple[float, Any]:
         start = time.perf_counter_ns()
         result = function()
         wait(result)
@@ -29,7 +29,7 @@ def wall_clock(wait: Callable[..., None]) -> Callable[[Arm], tuple[float, Any]]:
     return timed
 
 
-def host_flusher(num_bytes: int) -> Arm:
+def host_flusher(num_bytes: int) -> Variant:
     buffer = np.zeros(num_bytes // 8, np.uint64)
 
     def flush() -> None:
@@ -50,7 +50,7 @@ def kernel_threads() -> int:
     return int(asked) if asked.isdecimal() and int(asked) else os.cpu_count() or 1
 
 
-def host_bandwidth_arms(num_bytes: int) -> dict[str, tuple[Arm, int]]:
+def host_bandwidth_variants(num_bytes: int) -> dict[str, tuple[Variant, int]]:
     """Copies and reductions by as many threads as the libraries use, each in its own part of the buffer."""
     threads = host_threads()
     source, target = (np.array_split(np.ones(num_bytes // 4, np.float32), threads) for _ in range(2))
@@ -79,7 +79,7 @@ def host_free_bytes() -> int | None:
 
 
 def host_cache_bytes() -> int | None:
-    """Of all last caches together: a processor may have several."""
+    """Return the bytes of all last caches together: a processor may have several."""
     sizes: dict[tuple[int, str], int] = {}  # level and the CPUs that share it -> bytes
     for index in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*"):
         try:
@@ -95,7 +95,7 @@ def host_cache_bytes() -> int | None:
 
 
 def host_name() -> str:
-    """What the processor calls itself, for measurements."""
+    """Return the name of the processor, for measurements."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -104,7 +104,7 @@ def host_name() -> str:
 
 
 def computes_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 by itself, as far as Linux tells."""
+    """Return whether the processor multiplies bfloat16 by itself, as far as Linux tells."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -113,7 +113,7 @@ def computes_bfloat16() -> bool:
 
 
 def _sysctl(name: str) -> str | None:
-    """What macOS says of the machine."""
+    """Return macOS's value of a fact of the machine, or None."""
     try:
         done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -40,7 +40,7 @@ NAME = 0xFFFF  # of a packed word: the number of a group; its scale lies above
 
 
 def _places(builder, data, room, taken):
-    """Where `_append` puts the words of row `number` of an array [.., room] that holds `taken` of each."""
+    """Return where `_append` puts the words of row `number` of an array [.., room] that holds `taken` of each."""
     return lambda number: builder.gep(data, [builder.add(builder.mul(number, room), taken)])
 
 
@@ -106,9 +106,9 @@ def pack_rows(typing_context, marks, mark_at, rows, at, num_bytes, packed, room,
     return types.void(marks, mark_at, rows, at, num_bytes, packed, room, number, taken), codegen
 
 
-def _offsets(builder, base_data, base_step, seals):
-    """Of four heads the numbers of sixteen seals, which ascend: base_data[r base_step + seal]."""
-    first, last = (builder.extract_element(seals, _i32(lane)) for lane in (0, LANES - 1))
+def _offsets(builder, base_data, base_step, spans):
+    """Return for four heads the bases of sixteen spans, which ascend: base_data[r base_step + span]."""
+    first, last = (builder.extract_element(spans, _i32(lane)) for lane in (0, LANES - 1))
     held = [cgutils.alloca_once(builder, _vector(_f32)) for _ in range(HEADS)]
     starts = [builder.gep(base_data, [builder.mul(base_step, _i64(r))]) for r in range(HEADS)]
 
@@ -116,7 +116,7 @@ def _offsets(builder, base_data, base_step, seals):
         for start, kept in zip(starts, held, strict=True):
             own = ir.Constant(_vector(_f32), ir.Undefined)
             for lane in range(LANES):
-                place = builder.zext(builder.extract_element(seals, _i32(lane)), _i64)
+                place = builder.zext(builder.extract_element(spans, _i32(lane)), _i64)
                 own = builder.insert_element(own, builder.load(builder.gep(start, [place])), _i32(lane))
             builder.store(own, kept)
 
@@ -126,7 +126,7 @@ def _offsets(builder, base_data, base_step, seals):
     near = builder.icmp_unsigned("<", builder.sub(last, first), _i32(LANES))
     with builder.if_else(near, likely=True) as (together, otherwise):
         with together:
-            which = builder.sub(seals, _spread(builder, first))
+            which = builder.sub(spans, _spread(builder, first))
             for start, kept in zip(starts, held, strict=True):
                 entries = _load(builder, builder.gep(start, [builder.zext(first, _i64)]), LANES, _f32)
                 builder.store(_look_up(builder, entries, which), kept)
@@ -139,7 +139,7 @@ def _offsets(builder, base_data, base_step, seals):
 def score_packed(typing_context, packed, room, at, num_words, table, factors, bases, base_at, base_stride, log_groups,
                  again, adds, scores, sums, sums_at, sums_stride):  # fmt: skip
     """`scan_planes` of sixteen groups i that were packed [1 + num_words, room]: words at + i, the first as of
-    `pack_scales`, whose numbers ascend; bases of seal number >> log_groups at bases[base_at + r base_stride + seal].
+    `pack_scales`, whose numbers ascend; bases of span number >> log_groups at bases[base_at + r base_stride + span].
     What the codes add for head r goes to sums[sums_at + i sums_stride + r], int16."""
 
     def codegen(context, builder, signature, args):
@@ -157,8 +157,8 @@ def score_packed(typing_context, packed, room, at, num_words, table, factors, ba
             _add_word(builder, word, builder.gep(table_data, [builder.mul(each.index, _i64(WORD_TABLE))]), kept)
         names = _load(builder, here, LANES, _i32)
         local = builder.and_(names, _repeated(NAME))
-        seals = builder.lshr(local, _spread(builder, builder.trunc(shift, _i32)))
-        offsets = _offsets(builder, builder.gep(base_data, [base_first]), base_step, seals)
+        spans = builder.lshr(local, _spread(builder, builder.trunc(shift, _i32)))
+        offsets = _offsets(builder, builder.gep(base_data, [base_first]), base_step, spans)
         numbers = _by_head(builder, kept)
         _put_sums(builder, numbers, builder.gep(sum_data, [sum_first]), sum_step)
         _estimates(
@@ -200,7 +200,7 @@ def _store_words(builder, value, pointer):
 
 
 def _get_sums(builder, data, places):
-    """Of four heads sixteen sums, each group's at data[place]: `_put_sums`."""
+    """Return for four heads sixteen sums, each group's at data[place]: `_put_sums`."""
     halves = [ir.Constant(_vector(_i64, 8), ir.Undefined) for _ in range(2)]
     for lane, place in enumerate(places):
         own = builder.load(builder.bitcast(builder.gep(data, [place]), _i64.as_pointer()), align=2)
@@ -214,15 +214,15 @@ def _get_sums(builder, data, places):
 
 
 @intrinsic
-def score_listed(typing_context, rows, places, at, num_bytes, scale, seals, table, doubled, factors, bases, base_at,
+def score_listed(typing_context, rows, places, at, num_bytes, scale, spans, table, doubled, factors, bases, base_at,
                  base_stride, again, adds, scores, sums, sums_at, sums_stride, listed, fresh):  # fmt: skip
     """scores of sixteen groups i = at .., as of `scan_planes`, by what is already known, sums[sums_at + listed[i]
     sums_stride + r] for head r, or twice that where it is `doubled`, and by what num_bytes more bytes at rows[places[i]
-    num_bytes ..] add; scale[places[i]]; bases of seals[i], which ascend. The new sums go to fresh [16, HEADS] int16."""
+    num_bytes ..] add; scale[places[i]]; bases of spans[i], which ascend. The new sums go to fresh [16, HEADS] int16."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
-        row_data, place_data, scale_data, seal_data, table_data, factor_data, base_data, score_data, sum_data = (
+        row_data, place_data, scale_data, span_data, table_data, factor_data, base_data, score_data, sum_data = (
             _data(context, builder, kinds[i], args[i]) for i in (0, 1, 4, 5, 6, 8, 9, 14, 15)
         )
         list_data, fresh_data = (_data(context, builder, kinds[i], args[i]) for i in (18, 19))
@@ -248,8 +248,8 @@ def score_listed(typing_context, rows, places, at, num_bytes, scale, seals, tabl
         stored = ir.Constant(_vector(_i8), ir.Undefined)
         for lane, place in enumerate(own_places):
             stored = builder.insert_element(stored, builder.load(builder.gep(scale_data, [place])), _i32(lane))
-        own_seals = _load(builder, builder.gep(seal_data, [first]), LANES, _i32)
-        offsets = _offsets(builder, builder.gep(base_data, [base_first]), base_step, own_seals)
+        own_spans = _load(builder, builder.gep(span_data, [first]), LANES, _i32)
+        offsets = _offsets(builder, builder.gep(base_data, [base_first]), base_step, own_spans)
         _estimates(
             builder, numbers, _byte_scale(builder, builder.zext(stored, _vector(_i32))), factor_data, offsets,
             context.is_true(builder, kinds[12], args[12]), context.is_true(builder, kinds[13], args[13]), score_data,
@@ -257,7 +257,7 @@ def score_listed(typing_context, rows, places, at, num_bytes, scale, seals, tabl
         return context.get_dummy_value()
 
     return (
-        types.void(rows, places, at, num_bytes, scale, seals, table, doubled, factors, bases, base_at, base_stride,
+        types.void(rows, places, at, num_bytes, scale, spans, table, doubled, factors, bases, base_at, base_stride,
                    again, adds, scores, sums, sums_at, sums_stride, listed, fresh),
         codegen,
     )  # fmt: skip

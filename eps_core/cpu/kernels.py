@@ -1,6 +1,6 @@
-"""The CPU kernels over numpy arrays: `score`, `select`, `attend`, `attend_rows` and `attend_tail` of an array backend
-whose arrays lie in the memory of the host, and a whole gated layer in one. Speed only: values are the array operations'
-up to float32 rounding, lists are equal.
+"""The CPU kernels over numpy arrays: `score`, `select`, `attend`, `attend_rows` and `attend_correction` of an array
+backend whose arrays lie in the memory of the host, and a whole sparse layer in one. Speed only: values are the array
+operations' up to float32 rounding, lists are equal.
 
 A backend gives its cache as it is; `host`, which shows one of its arrays as numpy without a copy (bfloat16 as uint16);
 and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_of` its library). The first call of an
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eps_core.cpu import amx, calls, gated, rows_amx, vectors
+from eps_core.cpu import amx, calls, fused, rows_amx, vectors
 from eps_core.cpu import attend as attend_kernels
 from eps_core.cpu import rows as portable
 from eps_core.cpu.calls import Chosen, Host, State
-from eps_core.paging.counts import check_query
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
+from eps_core.kv_cache.counts import check_query
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 
 Run = Callable[..., None]
 ROWS_TASK_TOKENS = 1024  # of attention of rows, about: fixed, so that the bits of a row are
 
 
-class Gated(NamedTuple):
-    """A gated layer: `read`, attention over what was chosen; `whole`, the tail's estimate included; the estimated share
-    [B, Hkv] of the softmax that was not read; the share of the time that scoring and choosing took."""
+class FusedOutput(NamedTuple):
+    """A sparse layer: `read`, attention over what was chosen; `whole`, skipped-mass correction included; the estimated
+    share [B, Hkv] of the softmax that was not read; the share of the time that scoring and choosing took."""
 
     read: State
     whole: State
@@ -35,63 +35,63 @@ class Gated(NamedTuple):
     prepass_share: float
 
 
-def score(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run) -> tuple[np.ndarray, np.ndarray]:
+def score(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, run: Run) -> tuple[np.ndarray, np.ndarray]:
     """(estimate [B, Hkv, G] float32, num_missing [B]) of `Scores`, for q [B, Hq, D] float32."""
-    call, estimate = calls.scoring(cache, layer, np.ascontiguousarray(q), where, host)
+    call, estimate = calls.scoring(cache, layer, np.ascontiguousarray(q), plan, host)
     run(call.kernel, call.phases, *call.args)
-    return estimate, where.num_missing(cache.state[layer])
+    return estimate, plan.num_missing(cache.state[layer])
 
 
-def select(where: Where, estimate: np.ndarray, num_missing: np.ndarray, run: Run) -> Chosen:
+def select(plan: StepPlan, estimate: np.ndarray, num_missing: np.ndarray, run: Run) -> Chosen:
     """Return the groups that policy topk selects of each kv head by estimate [B, Hkv, G] float32."""
-    call, chosen = calls.choosing(where, estimate, num_missing)
+    call, chosen = calls.choosing(plan, estimate, num_missing)
     run(call.kernel, call.phases, *call.args, alone=call.alone)
     return chosen
 
 
 def attend(
-    cache: Any, layer: int, q: np.ndarray, where: Where,
+    cache: Any, layer: int, q: np.ndarray, plan: StepPlan,
     listed: tuple[np.ndarray, np.ndarray] | None, host: Host, run: Run,
 ) -> State:  # fmt: skip
-    """Of q [B, Hq, D] float32 over `listed`, the groups and counts of a selection, or over every token where it is
-    None."""
-    call, state = calls.attending(cache, layer, np.ascontiguousarray(q), where, listed, host)
+    """Return attention of q [B, Hq, D] float32 over `listed`, the groups and counts of a selection, or over every token
+    where it is None."""
+    call, state = calls.attending(cache, layer, np.ascontiguousarray(q), plan, listed, host)
     run(call.kernel, call.phases, *call.args)
     return state
 
 
-def attend_gated(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run) -> Gated:
-    """Score, select, attend and add the tail at once (`gated`): what the parts give one by one, bit for bit. q
+def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, run: Run) -> FusedOutput:
+    """Score, select, attend and add the skipped-mass correction at once: what the parts give one by one, bit for bit. q
     [B, Hq, D] float32; no bounds. Raises ValueError for q that does not fit the cache."""
     check_query(cache.spec, q.shape)
     q = np.ascontiguousarray(q)
-    score_call, estimate = calls.scoring(cache, layer, q, where, host)
-    choice, chosen = calls.choosing(where, estimate, where.num_missing(cache.state[layer]))
+    score_call, estimate = calls.scoring(cache, layer, q, plan, host)
+    choice, chosen = calls.choosing(plan, estimate, plan.num_missing(cache.state[layer]))
     listed = chosen.groups, chosen.counts
-    attention, read = calls.attending(cache, layer, q, where, listed, host)
-    has_tail = bool(cache.store.tail_tokens)
-    adding, tail, skipped = calls.adding_tail(cache, layer, where, estimate, listed, read.lse, host)
-    summing = calls.summing_skipped(estimate, chosen.visit, skipped)
+    attention, read = calls.attending(cache, layer, q, plan, listed, host)
+    has_correction = bool(cache.cache_config.correction_tokens)
+    adding, correction, skipped = calls.adding_correction(cache, layer, plan, estimate, listed, read.lse, host)
+    summing = calls.summing_skipped(estimate, chosen.selected_mask, skipped)
     whole = State(np.empty_like(read.out), np.empty_like(read.lse))
     stamps = np.zeros(3, np.int64)
     run(
-        gated.AFTER[score_call.kernel], score_call.phases + gated.PHASES, stamps, score_call.phases, score_call.args,
-        choice.args, attention.args, has_tail, adding.args, (*read, *tail, *whole), summing.args,
+        fused.AFTER[score_call.kernel], score_call.phases + fused.PHASES, stamps, score_call.phases, score_call.args,
+        choice.args, attention.args, has_correction, adding.args, (*read, *correction, *whole), summing.args,
     )  # fmt: skip
     began, selected, ended = stamps.tolist()
     share = (selected - began) / max(ended - began, 1)
-    return Gated(read, whole if has_tail else read, chosen, skipped, share)
+    return FusedOutput(read, whole if has_correction else read, chosen, skipped, share)
 
 
 def attend_rows(
-    cache: Any, layer: int, q: np.ndarray, is_short: bool, rows: Rows, visit: np.ndarray | None, host: Host,
+    cache: Any, layer: int, q: np.ndarray, is_short: bool, rows: Rows, selected_mask: np.ndarray | None, host: Host,
     run: Run,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
     """The fields of `RowsRead` for q [T, Hq, D] float32, of bfloat16 numbers where it `is_short`, visit [T, Hkv, G]
     bool."""
-    store, spec = cache.store, cache.spec
+    cache_config, spec = cache.cache_config, cache.spec
     q = np.ascontiguousarray(q)
-    kv_heads, unit_tokens = spec.num_kv_heads, store.unit_tokens
+    kv_heads, unit_tokens = spec.num_kv_heads, cache_config.unit_tokens
     _, num_heads, head_dim = q.shape
     cache.kv_bytes_read += int(rows.lengths.sum()) * kv_heads * spec.kv_token_bytes
     (k, k_strides), (v, v_strides) = (calls.rows_of(pool[layer], spec.dtype, host) for pool in (cache.k, cache.v))
@@ -100,9 +100,9 @@ def attend_rows(
     lanes = -(-rows.num_rows * (num_heads // kv_heads) // vectors.LANES) * vectors.LANES
     lanes = np.repeat(lanes, kv_heads)
     starts, slots, places = (np.concatenate([[0], np.cumsum(one)]) for one in (tasks, tasks * lanes, lanes))
-    listed = np.empty((0, 0, 0), np.uint8) if visit is None else visit.view(np.uint8)
-    largest, totals, visited = (np.empty(slots[-1], np.float32) for _ in range(3))
-    out, lse, visited_lse = np.empty(q.shape, np.float32), *(np.empty(q.shape[:2], np.float32) for _ in range(2))
+    listed = np.empty((0, 0, 0), np.uint8) if selected_mask is None else selected_mask.view(np.uint8)
+    largest, totals, selected = (np.empty(slots[-1], np.float32) for _ in range(3))
+    out, lse, selected_lse = np.empty(q.shape, np.float32), *(np.empty(q.shape[:2], np.float32) for _ in range(2))
     tiled = isinstance(k, np.ndarray) and isinstance(v, np.ndarray) and k.dtype == np.uint16 and amx.usable()
     tiled = tiled and k_strides == v_strides
     tiled = tiled and head_dim % amx.STEP == 0 and unit_tokens % rows_amx.UNIT_TOKENS == 0
@@ -112,26 +112,26 @@ def attend_rows(
         (-(-int(places[-1]) * head_dim * (parts if tiled else 2) // 2),), (int(slots[-1]) * head_dim,)
     )
     about = (
-        rows.table, rows.lengths, rows.starts, unit_tokens, store.S, per_task, starts, slots, places, listed,
-        queries.view(np.uint16) if tiled else queries, largest, totals, visited, sums,
-        out, lse, visited_lse,
+        rows.table, rows.lengths, rows.starts, unit_tokens, cache_config.S, per_task, starts, slots, places, listed,
+        queries.view(np.uint16) if tiled else queries, largest, totals, selected, sums,
+        out, lse, selected_lse,
     )  # fmt: skip
     if tiled:
         run(rows_amx.attend_rows, 3, q, parts, k, v, k_strides, *about)
     else:
         run(portable.attend_rows, 3, q, k, v, k_strides, v_strides, *about)
-    return out, lse, None if visit is None else visited_lse
+    return out, lse, None if selected_mask is None else selected_lse
 
 
-def attend_tail(
-    cache: Any, layer: int, where: Where, estimate: np.ndarray,
+def attend_correction(
+    cache: Any, layer: int, plan: StepPlan, estimate: np.ndarray,
     listed: tuple[np.ndarray, np.ndarray], lse: np.ndarray, host: Host, run: Run,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """(out [B, Hq, D], lse [B, Hq], share [B, Hkv]) float32: the estimated attention over what the groups and counts of
     `listed` left out of estimate [B, Hkv, G], where the listed ones gave lse [B, Hq], and `skipped_mass` of them."""
-    call, tail, shares = calls.adding_tail(cache, layer, where, estimate, listed, lse, host)
+    call, correction, shares = calls.adding_correction(cache, layer, plan, estimate, listed, lse, host)
     run(call.kernel, call.phases, *call.args)
-    return *tail, shares
+    return *correction, shares
 
 
 def merge(
@@ -147,9 +147,9 @@ def merge(
     return whole, whole_lse
 
 
-def skipped_mass(estimate: np.ndarray, visit: np.ndarray, run: Run) -> np.ndarray:
+def skipped_mass(estimate: np.ndarray, selected_mask: np.ndarray, run: Run) -> np.ndarray:
     """The estimated share [B, Hkv] of the softmax outside visit [B, Hkv, G] bool: estimate [B, Hkv, G] float32."""
     shares = np.empty(estimate.shape[:2], np.float32)
-    call = calls.summing_skipped(estimate, visit, shares)
+    call = calls.summing_skipped(estimate, selected_mask, shares)
     run(call.kernel, call.phases, *call.args, alone=call.alone)
     return shares

@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core.cpu import attend, best, compile, forks, gated, rows, rows_amx, score, threads, units
+from eps_core.cpu import attend, best, compile, forks, fused, rows, rows_amx, score, threads, units
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import CLOCK, FAILED, FINISHED, note_time_at
 
@@ -89,8 +89,8 @@ def _attend(parallel, num_threads, *args):
 
 
 @kernel(fastmath=FAST)
-def _attend_tail(parallel, num_threads, *args):
-    on_team(parallel, num_threads, attend.attend_tail, args)
+def _attend_correction(parallel, num_threads, *args):
+    on_team(parallel, num_threads, attend.attend_correction, args)
 
 
 @kernel(fastmath=FAST)
@@ -109,13 +109,13 @@ def _attend_rows_amx(parallel, num_threads, *args):
 
 
 @kernel(fastmath=FAST)
-def _gate_units(parallel, num_threads, *args):
-    on_team(parallel, num_threads, gated.gate_units, args)
+def _fused_units(parallel, num_threads, *args):
+    on_team(parallel, num_threads, fused.fused_units, args)
 
 
 @kernel(fastmath=FAST)
-def _gate_codes(parallel, num_threads, *args):
-    on_team(parallel, num_threads, gated.gate_codes, args)
+def _fused_codes(parallel, num_threads, *args):
+    on_team(parallel, num_threads, fused.fused_codes, args)
 
 
 _LAUNCHERS: dict[Any, Callable[..., None]] = {
@@ -123,17 +123,17 @@ _LAUNCHERS: dict[Any, Callable[..., None]] = {
     units.score_units: _score_units,
     best.select_topk: _select_topk,
     attend.attend: _attend,
-    attend.attend_tail: _attend_tail,
+    attend.attend_correction: _attend_correction,
     attend.skipped_mass: _skipped_mass,
     rows.attend_rows: _attend_rows,
     rows_amx.attend_rows: _attend_rows_amx,
-    gated.gate_units: _gate_units,
-    gated.gate_codes: _gate_codes,
+    fused.fused_units: _fused_units,
+    fused.fused_codes: _fused_codes,
 }
 
 
 class Patience:
-    """Whether to call the team or helpers: helpers for 16 calls after a member was late twice in a row, twice as many
+    """Choice between the team and helpers: helpers for 16 calls after a member was late twice in a row, twice as many
     after each further time, up to 1024. Once is no sign: it may have slept."""
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
-"""Rows of K and V, of tail means and of summaries that are multiplied or added up, as numba intrinsics.
+"""Rows of K and V, of correction means and of summaries that are multiplied or added up, as numba intrinsics.
 
 A pool is a flat array whose element type says how it is read (`vectors`), and a row of it is named by the element that
 it begins with. Or it is a pool of codes, a tuple: flat codes, int8 of 8 bits or uint8 of two of 4 bits, flat scales
 int16 (the bits of a float16), and an empty array of the element type that values are rounded to; a row is named by its
-number. Values of codes are the oracle's to the last bit (`eps_core.oracle.pages`): code * scale in float32, rounded to
-that type.
+number. Values of codes are the oracle's to the last bit (`eps_core.reference.pages`): code * scale in float32, rounded
+to that type.
 """
 
 from llvmlite import ir
@@ -132,7 +132,7 @@ class Reader:
         )
 
     def _pointer(self, row, channel):
-        """Where a channel, even where two make a byte, of a row lies."""
+        """Return where a channel, even where two make a byte, of a row lies."""
         builder = self.builder
         if self.coded:
             row = builder.mul(row, self.dim)
@@ -140,7 +140,7 @@ class Reader:
         return builder.gep(self.data, [builder.lshr(place, _i64(1)) if self.bits == 4 else place])
 
     def row(self, row):
-        """What reads the row of that name."""
+        """Return the reader of the row of that name."""
         builder, pointer = self.builder, self._pointer(row, _i64(0))
         if not self.coded:
             return _Numbers(builder, self.kind, pointer)
@@ -230,7 +230,7 @@ def _adds_rows(heads: int):
         reader = Reader(context, builder, kinds[0], args[0], dim)
 
         def block(channel, lanes: int, vectors: int):
-            """All rows for lanes * vectors channels from `channel`, with the sums in registers."""
+            """Return all rows for lanes * vectors channels from `channel`, with the sums in registers."""
 
             def places():
                 for r in range(heads):

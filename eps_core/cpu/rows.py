@@ -36,7 +36,7 @@ def lanes_of(num_rows, repeat):
 
 @kernel()
 def scale_of(head_dim):
-    """What takes products of queries and keys to logits in base two."""
+    """Return the factor from products of queries and keys to logits in base two."""
     return np.float32(LOG2_E / math.sqrt(head_dim))
 
 
@@ -82,20 +82,20 @@ def hide(logits, first, count, seen):
 
 
 @kernel()
-def add_visited(weights, first, count, size, num_rows, repeat, lanes, visit, starts, factors, totals):
+def add_selected(weights, first, count, size, num_rows, repeat, lanes, selected_mask, starts, factors, totals):
     """totals [L] become totals * factors and the weights [count, L], of tokens from `first` on, of those in groups that
-    a row visits: row n's groups are visit[starts[n] + group], flat uint8."""
+    a row selects: row n's groups are visit[starts[n] + group], flat uint8."""
     for lane in range(lanes):
         totals[lane] *= factors[lane]
     last = (first + count + size - 1) // size
     for n in range(num_rows):
         for group in range(first // size, last, 64):
             word, start = np.uint64(0), starts[n] + group
-            if start + 64 <= len(visit):
-                word = set_bits(visit, start)
+            if start + 64 <= len(selected_mask):
+                word = set_bits(selected_mask, start)
             else:
-                for one in range(len(visit) - start):
-                    word |= np.uint64(visit[start + one] != 0) << np.uint64(one)
+                for one in range(len(selected_mask) - start):
+                    word |= np.uint64(selected_mask[start + one] != 0) << np.uint64(one)
             if last - group < 64:
                 word &= (np.uint64(1) << np.uint64(last - group)) - np.uint64(1)
             while word:
@@ -126,10 +126,10 @@ def clean(wide, first, count, head_dim, seen, sums):
 
 @kernel()
 def merge_tasks(
-    num_tasks, lanes, num_rows, repeat, scale, largest, totals, visited, sums, out, lse, visited_lse
+    num_tasks, lanes, num_rows, repeat, scale, largest, totals, selected, sums, out, lse, selected_lse
 ):  # fmt: skip
-    """Fills out [N, R, D], lse and visited_lse [N, R] of one kv head of a sequence with what its tasks left: largest,
-    totals, visited [tasks L] and sums [tasks D L]. In the order of the tokens."""
+    """Fills out [N, R, D], lse and selected_lse [N, R] of one kv head of a sequence with what its tasks left: largest,
+    totals, selected [tasks L] and sums [tasks D L]. In the order of the tokens."""
     head_dim = out.shape[2]
     most, mass, share, weight = np.full(lanes, -np.inf, np.float32), aligned(lanes), aligned(lanes), aligned(lanes)
     whole = aligned(head_dim * lanes)
@@ -144,7 +144,7 @@ def merge_tasks(
         powers(weight, lanes)
         for lane in range(lanes):
             mass[lane] += weight[lane] * totals[task * lanes + lane]
-            share[lane] += weight[lane] * visited[task * lanes + lane]
+            share[lane] += weight[lane] * selected[task * lanes + lane]
         own = sums[task * head_dim * lanes : (task + 1) * head_dim * lanes]
         for c in range(head_dim):
             for lane in range(lanes):
@@ -156,7 +156,7 @@ def merge_tasks(
             for c in range(head_dim):
                 out[n, r, c] = whole[c * lanes + lane] / mass[lane]
             lse[n, r] = base + np.log(mass[lane])
-            visited_lse[n, r] = base + np.log(share[lane])
+            selected_lse[n, r] = base + np.log(share[lane])
 
 
 @kernel()
@@ -173,7 +173,7 @@ def place_queries(q, num_rows, repeat, h, queries):
 
 @kernel()
 def merge_pairs(
-    progress, phase, kv_heads, first_rows, starts, slots, largest, totals, visited, sums, out, lse, visited_lse
+    progress, phase, kv_heads, first_rows, starts, slots, largest, totals, selected, sums, out, lse, selected_lse
 ):  # fmt: skip
     """The last phase of `attend_rows`."""
     num_heads, head_dim = out.shape[1:]
@@ -187,8 +187,8 @@ def merge_pairs(
         num_rows, slot = first_rows[b + 1] - first_rows[b], slots[pair]
         merge_tasks(
             starts[pair + 1] - starts[pair], lanes_of(num_rows, repeat), num_rows, repeat, scale_of(head_dim),
-            largest[slot:], totals[slot:], visited[slot:], sums[slot * head_dim :], out[here, own], lse[here, own],
-            visited_lse[here, own],
+            largest[slot:], totals[slot:], selected[slot:], sums[slot * head_dim :], out[here, own], lse[here, own],
+            selected_lse[here, own],
         )  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, pairs)
@@ -206,21 +206,21 @@ def widest_of(first_rows, repeat):
 @kernel()
 def attend_rows(
     progress, q, k, v, k_strides, v_strides, table, lengths, first_rows, unit_tokens, size, per_task, starts, slots,
-    places, visit, queries, largest, totals, visited, sums, out, lse, visited_lse,
+    places, selected_mask, queries, largest, totals, selected, sums, out, lse, selected_lse,
 ):  # fmt: skip
-    """Fills out [T, Hq, D], lse and visited_lse [T, Hq] float32 as `RowsRead` says, of q [T, Hq, D] float32
+    """Fills out [T, Hq, D], lse and selected_lse [T, Hq] float32 as `RowsRead` says, of q [T, Hq, D] float32
     unscaled: rows first_rows[b] to first_rows[b + 1] - 1 are the last of the lengths[b] tokens of sequence b. visit
-    [T, Hkv, G] uint8; where it is empty visited_lse is not defined.
+    [T, Hkv, G] uint8; where it is empty selected_lse is not defined.
 
     Three phases, of (b, h) pairs, of tasks, of pairs. Tasks starts[pair] to starts[pair + 1] - 1 take `per_task` tokens
-    each, a multiple of unit_tokens, and leave largest, totals and visited, L each from slots[pair] on, and sums
+    each, a multiple of unit_tokens, and leave largest, totals and selected, L each from slots[pair] on, and sums
     [D, L]. The pair's queries [D, L] lie from places[pair] D on."""
     num_heads, head_dim = q.shape[1:]
     pairs, kv_heads = len(starts) - 1, (len(starts) - 1) // len(lengths)
     repeat = num_heads // kv_heads
     scale = scale_of(head_dim)
-    listing = visit.size > 0
-    flat_visit, num_groups = visit.reshape(-1), visit.shape[2]
+    listing = selected_mask.size > 0
+    flat_selected, num_groups = selected_mask.reshape(-1), selected_mask.shape[2]
     while True:
         pair = take(progress, 0)
         if pair >= pairs:
@@ -254,7 +254,7 @@ def attend_rows(
         find_rows(table[b], unit_tokens, v_strides, h, begin, end, 2 * TILE_TOKENS, v_rows)
         slot = slots[pair] + (task - starts[pair]) * lanes
         most, total = largest[slot : slot + lanes], totals[slot : slot + lanes]
-        share, own = visited[slot : slot + lanes], sums[slot * head_dim : (slot + lanes) * head_dim]
+        share, own = selected[slot : slot + lanes], sums[slot * head_dim : (slot + lanes) * head_dim]
         most[:], total[:], share[:], own[:] = -np.inf, 0, 0, 0
         asked = queries[places[pair] * head_dim : (places[pair] + lanes) * head_dim]
         visits = (np.arange(first_row, first_row + rows_here) * kv_heads + h) * num_groups
@@ -274,8 +274,8 @@ def attend_rows(
             raise_most(logits, count, lanes, scale, most, total, factors)
             weigh_lanes(logits, 0, count, lanes, scale, most, total)
             if listing:
-                add_visited(
-                    logits, first, count, size, rows_here, repeat, lanes, flat_visit, visits, factors, share
+                add_selected(
+                    logits, first, count, size, rows_here, repeat, lanes, flat_selected, visits, factors, share
                 )  # fmt: skip
             widen_rows(v, v_rows, at, count, head_dim, wide)
             if first + count > first_hidden:
@@ -294,5 +294,5 @@ def attend_rows(
     wait(progress, 1, starts[-1])
 
     merge_pairs(
-        progress, 2, kv_heads, first_rows, starts, slots, largest, totals, visited, sums, out, lse, visited_lse
+        progress, 2, kv_heads, first_rows, starts, slots, largest, totals, selected, sums, out, lse, selected_lse
     )  # fmt: skip

@@ -11,7 +11,7 @@ from eps_core.cpu.amx import STEP, begin_tiles, end_tiles, split_rows, tile_logi
 from eps_core.cpu.blocks import raise_most, weigh_lanes
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.rows import (
-    add_visited,
+    add_selected,
     aligned,
     find_rows,
     find_seen,
@@ -85,15 +85,15 @@ def scale_sums(sums, factors):
 @kernel()
 def attend_rows(
     progress, q, parts, k, v, strides, table, lengths, first_rows, unit_tokens, size, per_task, starts, slots, places,
-    visit, queries, largest, totals, visited, sums, out, lse, visited_lse,
+    selected_mask, queries, largest, totals, selected, sums, out, lse, selected_lse,
 ):  # fmt: skip
     """`rows.attend_rows`, with k, v uint16, queries uint16 of `parts` times the size, and `parts` of a query."""
     num_heads, head_dim = q.shape[1:]
     pairs, kv_heads = len(starts) - 1, (len(starts) - 1) // len(lengths)
     repeat = num_heads // kv_heads
     scale = scale_of(head_dim)
-    listing = visit.size > 0
-    flat_visit, num_groups = visit.reshape(-1), visit.shape[2]
+    listing = selected_mask.size > 0
+    flat_selected, num_groups = selected_mask.reshape(-1), selected_mask.shape[2]
     widest = widest_of(first_rows, repeat)
     wide = aligned(head_dim * widest)
     while True:
@@ -135,7 +135,7 @@ def attend_rows(
         find_rows(table[b], unit_tokens, strides, h, begin, end, 2 * TILE_TOKENS, rows)
         slot = slots[pair] + (task - starts[pair]) * lanes
         most, total = largest[slot : slot + lanes], totals[slot : slot + lanes]
-        share, own = visited[slot : slot + lanes], sums[slot * head_dim : (slot + lanes) * head_dim]
+        share, own = selected[slot : slot + lanes], sums[slot * head_dim : (slot + lanes) * head_dim]
         most[:], total[:], share[:], own[:] = -np.inf, 0, 0, 0
         asked = queries[places[pair] * head_dim * parts :]
         visits = (np.arange(first_row, first_row + num_rows) * kv_heads + h) * num_groups
@@ -157,8 +157,8 @@ def attend_rows(
                 asked_for = ask_ahead(k, v, rows, at, asked_for, 12, head_dim)
                 weigh_lanes(logits, i, min(i + 16, count), lanes, scale, most, total)
             if listing:
-                add_visited(
-                    logits, first, count, size, num_rows, repeat, lanes, flat_visit, visits, factors, share
+                add_selected(
+                    logits, first, count, size, num_rows, repeat, lanes, flat_selected, visits, factors, share
                 )  # fmt: skip
             logits[count * lanes : padded * lanes] = 0
             split_rows(logits, padded // STEP, 2, 2 * STEP * lanes, STEP * lanes, lanes, weights)
@@ -179,5 +179,5 @@ def attend_rows(
     end_tiles()
     wait(progress, 1, starts[-1])
     merge_pairs(
-        progress, 2, kv_heads, first_rows, starts, slots, largest, totals, visited, sums, out, lse, visited_lse
+        progress, 2, kv_heads, first_rows, starts, slots, largest, totals, selected, sums, out, lse, selected_lse
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Compiled scoring over numpy views of a cache: what `score` of the array backends computes.
 
-Letters as in `gate.protocol`. Float16 arrays come as the int16 of their bits. Summary pools are flat: group row
+Letters as in `attention.protocol`. Float16 arrays come as the int16 of their bits. Summary pools are flat: group row
 ((unit * Hkv + h) * GPU + g % GPU) of a table's group g, GPU = U / S groups per unit. `estimate [B, Hkv, G]` float32 is
-+inf without a valid summary and -inf past the end. Guards are `guards [B, 2]`: groups below the first and from the
-second on are always visited.
++inf without a valid summary and -inf past the end. Sink and recent tokens are `selectable [B, 2]`: groups below the
+first and from the second on are always selected.
 """
 
 import numpy as np

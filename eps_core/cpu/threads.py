@@ -29,7 +29,7 @@ FAILED, FINISHED = _LINE - 1, 2 * _LINE - 1  # whether a thread raised, in every
 
 CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
 
-_Job = tuple[list[Any], Any]  # the call, taken by whoever pops it, and a lock until its arguments are let go
+_Job = tuple[list[Any], Any]  # the call, taken by whoever pops it, and a lock until its arguments are released
 _helpers: "list[queue.SimpleQueue[_Job]]" = []
 _starting = threading.Lock()
 _held: list[Any] = []  # locks of jobs whose arrays a helper may still hold
@@ -66,7 +66,7 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
             try:
                 work.pop()  # a helper that comes too late finds nothing
             except IndexError:
-                _held.append(left)  # it came, and lets go of the arrays when it next runs Python
+                _held.append(left)  # it came, and releases the arrays when it next runs Python
     check(progress)
 
 
@@ -80,7 +80,7 @@ def check(progress: np.ndarray) -> None:
 
 def settle() -> None:
     """Waits until no helper holds an array of an earlier call: a second holder would make MLX copy a whole pool to
-    write a row. Helpers let go by themselves; waiting for that in every call would double the time of short ones."""
+    write a row. Helpers release by themselves; waiting for that in every call would double the time of short ones."""
     while _held:
         left = _held.pop()
         left.acquire()

@@ -1,4 +1,4 @@
-"""What codes about a unit's mean are asked on a CPU: rotated and rounded queries, and the tables of their nibbles."""
+"""Queries of codes about a unit's mean on a CPU: rotated and rounded queries, and the tables of their nibbles."""
 
 import numpy as np
 
@@ -53,11 +53,11 @@ def fill_words(integers, first, dims, table):
 def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words, queries, factors):
     """The tables of one pass of HEADS query heads: q [HEADS, D] float32 unscaled becomes turned [HEADS, D]; words of
     each part of a code and, behind them, of a whole one; queries of `mean_bases`; factors [parts + 1, HEADS] of each
-    part, and of twice the whole code's sum and the second bits'."""
+    part, and of twice the whole code's sum and the rescoring bits'."""
     head_dim = q.shape[1]
     integers = np.empty((HEADS, head_dim), np.int8)
-    sides = 8 // mean_bits
-    mean_bytes = (head_dim + sides - 1) // sides
+    outcomes = 8 // mean_bits
+    mean_bytes = (head_dim + outcomes - 1) // outcomes
     for r in range(HEADS):
         for d in range(head_dim):
             turned[r, d] = q[r, d] * shrink
@@ -67,9 +67,9 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
             many += dims[part]
             factors[part, r] = step * np.float32(head_dim / many)
         factors[len(dims), r] = step * np.float32(0.5)
-        for side in range(sides):
+        for side in range(outcomes):
             for byte in range(mean_bytes):
-                dim = byte * sides + side
+                dim = byte * outcomes + side
                 own = turned[r, dim] if dim < head_dim else np.float32(0)
                 queries[(side * HEADS + r) * mean_bytes + byte] = own
     word, first, whole = 0, 0, True

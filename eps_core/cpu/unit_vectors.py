@@ -43,10 +43,10 @@ from eps_core.summaries.base import LARGEST_ESTIMATE
 
 WORD = 4  # bytes of a code that are looked up together
 WORD_TABLE = 2 * HEADS * 16 * WORD  # bytes of the tables of a word: both nibbles of each byte, for four heads
-SEALS = 4  # whose means are multiplied together
-# seals and lanes of a mean that a pass takes: their sums with four heads fill the registers; changes speed, and a float
+SPANS = 4  # whose means are multiplied together
+# spans and lanes of a mean that a pass takes: their sums with four heads fill the registers; changes speed, and a float
 # sum's last bits
-MEAN_SEALS, MEAN_LANES = (4, LANES) if PERMUTES else (2, LANES // 2)
+MEAN_SPANS, MEAN_LANES = (4, LANES) if PERMUTES else (2, LANES // 2)
 # whether one instruction looks 64 bytes up in a table of 64 (vpermb) and another adds them four by four
 SCANS = PERMUTES and {"+avx512vbmi", "+avx512vnni"} <= set(_FEATURES)
 # whether one looks 32 up in two tables of 16 (pshufb) and another adds them two by two, where it cannot look up 64
@@ -366,7 +366,7 @@ def scan_planes(typing_context, planes, at, stride, num_planes, scale, scale_at,
 def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, num_bytes, bits, queries, shifts,
                bases, base_at, base_stride):  # fmt: skip
     """bases[base_at + r base_stride + i] = shifts[r] + mean_scale[s_i] sum over the codes c of a unit's mean, num_bytes
-    at means[s_i num_bytes ..] of 4 or 8 `bits`, of (c - 2^(bits - 1)) queries[side, r, byte] for four seals s_i,
+    at means[s_i num_bytes ..] of 4 or 8 `bits`, of (c - 2^(bits - 1)) queries[side, r, byte] for four spans s_i,
     `first` to `fourth`, and four heads r: `side` 1 is the high nibble of a byte of two codes."""
 
     def codegen(context, builder, signature, args):
@@ -375,20 +375,20 @@ def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, 
             _data(context, builder, kinds[i], args[i]) for i in (0, 1, 8, 10)
         )
         number, width, base_first, base_step = (_int64(context, builder, kinds[i], args[i]) for i in (6, 7, 11, 12))
-        seals = [_int64(context, builder, kinds[i], args[i]) for i in range(2, 2 + SEALS)]
-        rows = [builder.gep(mean_data, [builder.mul(seal, number)]) for seal in seals]
+        spans = [_int64(context, builder, kinds[i], args[i]) for i in range(2, 2 + SPANS)]
+        rows = [builder.gep(mean_data, [builder.mul(span, number)]) for span in spans]
         whole = builder.and_(number, _i64(-MEAN_LANES))
         floats = _vector(_f32, MEAN_LANES)
-        # of each seal and head; the rest of a mean that fills no register in the first lane
-        sums = [[cgutils.alloca_once(builder, floats) for _ in range(SEALS)] for _ in range(HEADS)]
+        # of each span and head; the rest of a mean that fills no register in the first lane
+        sums = [[cgutils.alloca_once(builder, floats) for _ in range(SPANS)] for _ in range(HEADS)]
         for kept in (one for each in sums for one in each):
             builder.store(_splat(0.0, MEAN_LANES), kept)
 
         def repeated(value: int):
             return ir.Constant(_vector(_i32, MEAN_LANES), [value] * MEAN_LANES)
 
-        def codes_of(stored, sides: int):
-            if sides == 1:
+        def codes_of(stored, outcomes: int):
+            if outcomes == 1:
                 return [builder.sitofp(builder.sub(stored, repeated(128)), floats)]
             if PERMUTES:
                 values = ir.Constant(_vector(_f32), [ir.Constant(_f32, float(x - 8)) for x in range(LANES)])
@@ -396,30 +396,30 @@ def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, 
             halves = builder.and_(stored, repeated(15)), builder.lshr(stored, repeated(4))
             return [builder.sitofp(builder.sub(half, repeated(8)), floats) for half in halves]
 
-        def add(first_seal: int, stored, byte, sides: int, lanes: int):
-            """stored: words of each of MEAN_SEALS seals, of which the first `lanes` count."""
-            codes = [codes_of(one, sides) for one in stored]
-            for side in range(sides):
+        def add(first_span: int, stored, byte, outcomes: int, lanes: int):
+            """stored: words of each of MEAN_SPANS spans, of which the first `lanes` count."""
+            codes = [codes_of(one, outcomes) for one in stored]
+            for side in range(outcomes):
                 for r in range(HEADS):
                     at = builder.gep(query_data, [builder.add(builder.mul(number, _i64(side * HEADS + r)), byte)])
                     own = _load(builder, at, lanes, _f32)
                     if lanes == 1:
                         own = builder.insert_element(_splat(0.0, MEAN_LANES), own, _i32(0))
-                    for i in range(MEAN_SEALS):
-                        kept = sums[r][first_seal + i]
+                    for i in range(MEAN_SPANS):
+                        kept = sums[r][first_span + i]
                         builder.store(_fma(builder, codes[i][side], own, builder.load(kept)), kept)
 
-        def over(sides: int):
-            for first_seal in range(0, SEALS, MEAN_SEALS):
-                some = rows[first_seal : first_seal + MEAN_SEALS]
+        def over(outcomes: int):
+            for first_span in range(0, SPANS, MEAN_SPANS):
+                some = rows[first_span : first_span + MEAN_SPANS]
                 with cgutils.for_range_slice(builder, _i64(0), whole, _i64(MEAN_LANES)) as (byte, _):
                     stored = [_load(builder, builder.gep(row, [byte]), MEAN_LANES, _i8) for row in some]
                     stored = [builder.zext(one, repeated(0).type) for one in stored]
-                    add(first_seal, stored, byte, sides, MEAN_LANES)
+                    add(first_span, stored, byte, outcomes, MEAN_LANES)
                 with cgutils.for_range_slice(builder, whole, number, _i64(1)) as (byte, _):
                     stored = [builder.zext(builder.load(builder.gep(row, [byte])), _i32) for row in some]
                     stored = [builder.insert_element(repeated(0), one, _i32(0)) for one in stored]
-                    add(first_seal, stored, byte, sides, 1)
+                    add(first_span, stored, byte, outcomes, 1)
 
         with builder.if_else(builder.icmp_signed("==", width, _i64(4))) as (halves, bytes_alone):
             with halves:
@@ -427,17 +427,17 @@ def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, 
             with bytes_alone:
                 over(1)
         total = _sums(builder, [builder.load(one) for each in sums for one in each])
-        scales = ir.Constant(_vector(_i16, SEALS), ir.Undefined)
-        for i, seal in enumerate(seals):
-            scales = builder.insert_element(scales, builder.load(builder.gep(scale_data, [seal])), _i32(i))
+        scales = ir.Constant(_vector(_i16, SPANS), ir.Undefined)
+        for i, span in enumerate(spans):
+            scales = builder.insert_element(scales, builder.load(builder.gep(scale_data, [span])), _i32(i))
         scales = _from_half(builder, scales)
-        scales = _shuffle(builder, scales, scales, [*range(SEALS)] * HEADS)
+        scales = _shuffle(builder, scales, scales, [*range(SPANS)] * HEADS)
         by = _load(builder, _data(context, builder, kinds[9], args[9]), HEADS, _f32)
-        by = _shuffle(builder, by, by, [r for r in range(HEADS) for _ in range(SEALS)])
+        by = _shuffle(builder, by, by, [r for r in range(HEADS) for _ in range(SPANS)])
         total = _fma(builder, total, scales, by)
         for r in range(HEADS):
             place = builder.add(base_first, builder.mul(base_step, _i64(r)))
-            own = _shuffle(builder, total, total, [*range(r * SEALS, (r + 1) * SEALS)])
+            own = _shuffle(builder, total, total, [*range(r * SPANS, (r + 1) * SPANS)])
             _store(builder, own, builder.gep(base_data, [place]))
         return context.get_dummy_value()
 

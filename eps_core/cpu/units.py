@@ -1,14 +1,14 @@
 """Compiled scoring by codes about a unit's mean, read in stages: what `score` of the array backends computes of `rq`
 with `mean_tokens`.
 
-Letters as in `gate.protocol`; N groups share a mean and are sealed together: a seal. Summary pools are flat, the rows
-of seals ((unit * Hkv + h) * seals per unit + seal) and of groups (row of the seal * N + group in it). N is a multiple
-of LANES here. Stages follow each other, as each reads on where the one before estimated most.
+Letters as in `attention.protocol`; N groups share a mean and are finalized together: a span. Summary pools are flat,
+the rows of spans ((unit * Hkv + h) * spans per unit + span) and of groups (row of the span * N + group in it). N is a
+multiple of LANES here. Stages follow each other, as each reads on where the one before estimated most.
 """
 
 import numpy as np
 
-from eps_core.config.read import ANCHOR_SPREAD
+from eps_core.config.selection import ANCHOR_SPREAD
 from eps_core.cpu.best import keep_best, limit, list_kept
 from eps_core.cpu.best_vectors import mark
 from eps_core.cpu.compile import kernel
@@ -27,7 +27,7 @@ from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, dots
 from eps_core.cpu.score import KNOWN, MISSING, PAST
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.cpu.unit_queries import prepare
-from eps_core.cpu.unit_vectors import SEALS, WORD, WORD_TABLE, mean_bases, scan_planes
+from eps_core.cpu.unit_vectors import SPANS, WORD, WORD_TABLE, mean_bases, scan_planes
 from eps_core.cpu.vectors import HEADS, LANES, ask_for
 
 CHUNK_GROUPS, LISTED_GROUPS = 1024, 256  # of one task; changes speed only
@@ -38,56 +38,57 @@ NO_HEAD = np.float32(-1e30)  # a score whose mass is nothing beside any other
 
 
 @kernel()
-def place_seals(fill, table, length, kv_heads, sealed, per_unit, states, places):
-    """Fills states [seals] uint8 of one sequence, table [M]: KNOWN; MISSING, not full in fill [P * per_unit] or at the
-    sequence's end; PAST the end; and places [seals] with the row of each in the pools of kv head 0."""
+def place_spans(fill, table, length, kv_heads, finalized, per_unit, states, places):
+    """Fills states [spans] uint8 of one sequence, table [M]: KNOWN; MISSING, not full in fill [P * per_unit] or at the
+    sequence's end; PAST the end; and places [spans] with the row of each in the pools of kv head 0."""
     for m in range(len(table)):
         unit = max(table[m], 0)
         for sub in range(per_unit):
-            seal = m * per_unit + sub
-            first, end = seal * sealed, (seal + 1) * sealed
-            places[seal] = unit * kv_heads * per_unit + sub
+            span = m * per_unit + sub
+            first, end = span * finalized, (span + 1) * finalized
+            places[span] = unit * kv_heads * per_unit + sub
             if first >= length:
-                states[seal] = PAST
-            elif end <= length and fill[unit * per_unit + sub] == sealed:
-                states[seal] = KNOWN
+                states[span] = PAST
+            elif end <= length and fill[unit * per_unit + sub] == finalized:
+                states[span] = KNOWN
             else:
-                states[seal] = MISSING
+                states[span] = MISSING
 
 
 @kernel()
 def score_first(
-    begin, end, mean, mean_scale, mean_bits, scale, codes, first_bytes, seal_groups, states, places, shift, words,
+    begin, end, mean, mean_scale, mean_bits, scale, codes, first_bytes, finalize_groups, states, places, shift, words,
     queries, factors, shifts, adds, end_group, bases, own, own_keys,
 ):  # fmt: skip
-    """The first stage of seals begin .. end - 1 of one row: bases, estimates `own` and their keys."""
-    passes, seals = words.shape[0], len(places)
+    """The first stage of spans begin .. end - 1 of one row: bases, estimates `own` and their keys."""
+    passes, spans = words.shape[0], len(places)
     room, mean_bytes = len(bases) // (passes * HEADS), queries.shape[1] * mean_bits // (8 * HEADS)
-    for four in range(begin, end, SEALS):
+    for four in range(begin, end, SPANS):
         first, second = places[four] + shift, places[min(four + 1, end - 1)] + shift
         third, fourth = places[min(four + 2, end - 1)] + shift, places[min(four + 3, end - 1)] + shift
-        for seal in range(min(four + SEALS_AHEAD, seals), min(four + SEALS_AHEAD + SEALS, seals)):
-            place = places[seal] + shift
-            ask_for(codes, place * first_bytes * seal_groups, first_bytes * seal_groups)
+        for span in range(min(four + SEALS_AHEAD, spans), min(four + SEALS_AHEAD + SPANS, spans)):
+            place = places[span] + shift
+            ask_for(codes, place * first_bytes * finalize_groups, first_bytes * finalize_groups)
             ask_for(mean, place * mean_bytes, mean_bytes)
-            ask_for(scale, place * seal_groups, 1)
+            ask_for(scale, place * finalize_groups, 1)
         for at in range(passes):
             mean_bases(
                 mean, mean_scale, first, second, third, fourth, mean_bytes, mean_bits, queries[at], shifts[at], bases,
                 at * HEADS * room + four, room,
             )  # fmt: skip
-        for seal in range(four, min(four + SEALS, end)):
-            place = (places[seal] + shift) * seal_groups
+        for span in range(four, min(four + SPANS, end)):
+            place = (places[span] + shift) * finalize_groups
             for at in range(passes):
-                for i in range(0, seal_groups, LANES):
+                for i in range(0, finalize_groups, LANES):
                     scan_planes(
-                        codes, place * first_bytes + i, seal_groups, first_bytes, scale, place + i, words[at],
-                        factors[at], bases, at * HEADS * room + seal, room, at > 0, adds, own, seal * seal_groups + i,
+                        codes, place * first_bytes + i, finalize_groups, first_bytes, scale, place + i, words[at],
+                        factors[at], bases, at * HEADS * room + span, room, at > 0, adds, own,
+                        span * finalize_groups + i,
                     )  # fmt: skip
-    put_keys(own, begin * seal_groups, (end - begin) * seal_groups, own_keys, begin * seal_groups)
-    for seal in range(begin, end):
-        if states[seal] != KNOWN:
-            for group in range(seal * seal_groups, (seal + 1) * seal_groups):
+    put_keys(own, begin * finalize_groups, (end - begin) * finalize_groups, own_keys, begin * finalize_groups)
+    for span in range(begin, end):
+        if states[span] != KNOWN:
+            for group in range(span * finalize_groups, (span + 1) * finalize_groups):
                 own[group] = np.inf if group < end_group else -np.inf
                 own_keys[group] = 0
 
@@ -107,10 +108,10 @@ def choose_first(keys, count, marks, starts, per_chunk, spare):
 
 @kernel()
 def read_kept(
-    begin, end, start, scale, codes, first_bytes, later, later_bytes, seal_groups, places, shift, words, factors, bases,
-    adds, marks, packed, fresh, own, kept, kept_keys, kept_sums,
+    begin, end, start, scale, codes, first_bytes, later, later_bytes, finalize_groups, places, shift, words, factors,
+    bases, adds, marks, packed, fresh, own, kept, kept_keys, kept_sums,
 ):  # fmt: skip
-    """The first parts of the codes again and the next, if later_bytes, of those groups of seals begin .. end - 1 of one
+    """The first parts of the codes again and the next, if later_bytes, of those groups of spans begin .. end - 1 of one
     row that are marked: their estimates in `own`, and from `start` on in kept their numbers, 0 or more, in kept_keys
     their keys, in kept_sums [.., passes, HEADS] what the codes add."""
     passes = words.shape[0]
@@ -118,21 +119,21 @@ def read_kept(
     all_words = first_words + (later_bytes + WORD - 1) // WORD
     width, taken, log_groups = packed.shape[1], 0, 0
     flat = packed.reshape(-1)
-    while 1 << log_groups < seal_groups:
+    while 1 << log_groups < finalize_groups:
         log_groups += 1
-    for seal in range(begin, end):
-        place = (places[seal] + shift) * seal_groups
-        ahead = places[min(seal + SEALS_AHEAD, len(places) - 1)] + shift
-        ask_for(later, ahead * seal_groups * later_bytes, seal_groups * later_bytes)
-        ask_for(scale, ahead * seal_groups, 1)
-        for i in range(0, seal_groups, LANES):
-            at = (seal * seal_groups + i) // LANES
+    for span in range(begin, end):
+        place = (places[span] + shift) * finalize_groups
+        ahead = places[min(span + SEALS_AHEAD, len(places) - 1)] + shift
+        ask_for(later, ahead * finalize_groups * later_bytes, finalize_groups * later_bytes)
+        ask_for(scale, ahead * finalize_groups, 1)
+        for i in range(0, finalize_groups, LANES):
+            at = (span * finalize_groups + i) // LANES
             if marks[at] == 0:
                 continue
-            pack_planes(marks, at, codes, place * first_bytes + i, seal_groups, first_bytes, flat, width, 1, taken)
+            pack_planes(marks, at, codes, place * first_bytes + i, finalize_groups, first_bytes, flat, width, 1, taken)
             if later_bytes:
                 pack_rows(marks, at, later, (place + i) * later_bytes, later_bytes, flat, width, 1 + first_words, taken)
-            taken = pack_scales(marks, at, scale, place + i, (seal - begin) * seal_groups + i, flat, taken)
+            taken = pack_scales(marks, at, scale, place + i, (span - begin) * finalize_groups + i, flat, taken)
     for i in range(taken, (taken + LANES - 1) // LANES * LANES):
         packed[0, i] = packed[0, taken - 1]
     for i in range(0, taken, LANES):
@@ -143,28 +144,28 @@ def read_kept(
             )  # fmt: skip
         count = min(taken - i, LANES)
         put_keys(fresh, 0, count, kept_keys, start + i)
-        put_names(flat, i, NAME, begin * seal_groups, kept, start + i)
-        put_scores(fresh, count, flat, i, NAME, begin * seal_groups, own)
+        put_names(flat, i, NAME, begin * finalize_groups, kept, start + i)
+        put_scores(fresh, count, flat, i, NAME, begin * finalize_groups, own)
 
 
 @kernel()
-def locate(listed, count, kept, seal_groups, places, shift, chosen, seal_of):
-    """Fills chosen and seal_of with the places in pools and the seals of the first `count` listed entries of `kept`;
+def locate(listed, count, kept, finalize_groups, places, shift, chosen, span_of):
+    """Fills chosen and span_of with the places in pools and the spans of the first `count` listed entries of `kept`;
     the last stands for what is missing to a multiple of LANES, in `listed`, too."""
     for i in range(count):
         group = kept[listed[i]]
-        seal = group // seal_groups
-        chosen[i], seal_of[i] = (places[seal] + shift) * seal_groups + group - seal * seal_groups, seal
+        span = group // finalize_groups
+        chosen[i], span_of[i] = (places[span] + shift) * finalize_groups + group - span * finalize_groups, span
     for i in range(count, (count + LANES - 1) // LANES * LANES):
-        listed[i], chosen[i], seal_of[i] = listed[count - 1], chosen[count - 1], seal_of[count - 1]
+        listed[i], chosen[i], span_of[i] = listed[count - 1], chosen[count - 1], span_of[count - 1]
 
 
 @kernel()
 def read_listed(
-    begin, end, count, pool, num_bytes, scale, words, doubled, factors, bases, adds, listed, chosen, seal_of, fresh,
+    begin, end, count, pool, num_bytes, scale, words, doubled, factors, bases, adds, listed, chosen, span_of, fresh,
     own, kept, kept_keys, kept_sums,
 ):  # fmt: skip
-    """What num_bytes bytes of `pool` say besides of entries begin .. end - 1 of `count` that are listed and located: as
+    """Score entries begin .. end - 1 of `count` that are listed and located by num_bytes more bytes of `pool`: as
     `read_kept`, in its lists, or where it is `doubled`, the last that is read, in `own` alone."""
     passes = words.shape[0]
     room, stride = len(bases) // (passes * HEADS), passes * HEADS
@@ -176,7 +177,7 @@ def read_listed(
         number = min(end - i, LANES)
         for at in range(passes):
             score_listed(
-                pool, chosen, i, num_bytes, scale, seal_of, words[at], doubled, factors[at], bases, at * HEADS * room,
+                pool, chosen, i, num_bytes, scale, span_of, words[at], doubled, factors[at], bases, at * HEADS * room,
                 room, at > 0, adds, fresh, kept_sums, at * HEADS, stride, listed, sums,
             )  # fmt: skip
             if not doubled:
@@ -193,9 +194,9 @@ def read_listed(
 
 @kernel()
 def new_lists(rows, groups, chunks, passes):
-    """What the stages of some rows leave for the next: keys uint32 of all groups, 0 where there is nothing to choose;
-    `marks` and `starts` of `choose_first`, and the last start of what is listed; kept, kept_keys and kept_sums of
-    `read_kept`; listed, chosen and seal_of of `locate`."""
+    """Return the lists that the stages of some rows leave for the next: keys uint32 of all groups, 0 where there is
+    nothing to choose; `marks` and `starts` of `choose_first`, and the last start of what is listed; kept, kept_keys and
+    kept_sums of `read_kept`; listed, chosen and span_of of `locate`."""
     room = groups + LANES * chunks
     return (
         np.empty((rows, groups), np.uint32), np.empty((rows, groups // LANES), np.uint16),
@@ -208,19 +209,19 @@ def new_lists(rows, groups, chunks, passes):
 @kernel()
 def score_some(
     progress, phase, first_row, some, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
-    staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, queries, factors, shifts, adds,
-    bases, lists, estimate,
+    cascaded, rescored, dims, size, head_dim, finalize_groups, per_unit, states, places, words, queries, factors,
+    shifts, adds, bases, lists, estimate,
 ):  # fmt: skip
     """The stages of `score_units` for `some` rows from first_row on, from a phase on; lists (`new_lists`) begin with
     the first of these."""
     kv_heads = estimate.shape[1]
-    seals, parts, any_refined = states.shape[1], len(dims), refined.max() > 0
+    spans, parts, any_rescored = states.shape[1], len(dims), rescored.max() > 0
     first_bytes = (dims[0] + 7) // 8
-    per_task = max(CHUNK_GROUPS // seal_groups, 1)
-    chunks = (seals + per_task - 1) // per_task
-    keys, marks, starts, kept, kept_keys, kept_sums, listed, chosen, seal_of = lists
+    per_task = max(CHUNK_GROUPS // finalize_groups, 1)
+    chunks = (spans + per_task - 1) // per_task
+    keys, marks, starts, kept, kept_keys, kept_sums, listed, chosen, span_of = lists
     spare, fresh = np.empty(kept.shape[1] + LANES, np.uint32), np.empty(LANES, np.float32)
-    packed = np.empty((head_dim // 16 + 3, per_task * seal_groups + LANES), np.int32)
+    packed = np.empty((head_dim // 16 + 3, per_task * finalize_groups + LANES), np.int32)
     while True:
         task = take(progress, phase)
         if task >= some * chunks:
@@ -228,26 +229,26 @@ def score_some(
         row, begin = first_row + task // chunks, task % chunks * per_task
         b, h = row // kv_heads, row % kv_heads
         score_first(
-            begin, min(begin + per_task, seals), mean, mean_scale, mean_bits, scale, codes, first_bytes, seal_groups,
-            states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0], shifts[row],
-            adds and parts == 1 and not any_refined, (lengths[b] + size - 1) // size, bases[row], estimate[b, h],
-            keys[row - first_row],
+            begin, min(begin + per_task, spans), mean, mean_scale, mean_bits, scale, codes, first_bytes,
+            finalize_groups, states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0],
+            shifts[row], adds and parts == 1 and not any_rescored, (lengths[b] + size - 1) // size, bases[row],
+            estimate[b, h], keys[row - first_row],
         )  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some * chunks)
     phase += 1
-    if parts == 1 and not any_refined:
+    if parts == 1 and not any_rescored:
         return
 
-    # the second part of codes; where there is but one, a second bit alone, of which the sums are found here
+    # the second part of codes; where there is but one, a rescoring bit alone, of which the sums are found here
     later_bytes, last = (dims[1] // 8 if parts > 1 else 0), min(parts - 1, 1)
     while True:
         task = take(progress, phase)
         if task >= some:
             break
         row = first_row + task
-        number = staged[0, row // kv_heads] if parts > 1 else refined[row // kv_heads]
-        choose_first(keys[task], number, marks[task], starts[task, : chunks + 1], per_task * seal_groups, spare)
+        number = cascaded[0, row // kv_heads] if parts > 1 else rescored[row // kv_heads]
+        choose_first(keys[task], number, marks[task], starts[task, : chunks + 1], per_task * finalize_groups, spare)
         finish(progress, phase)
     wait(progress, phase, some)
     phase += 1
@@ -259,25 +260,25 @@ def score_some(
         row = first_row + place
         b, h = row // kv_heads, row % kv_heads
         read_kept(
-            begin, min(begin + per_task, seals), starts[place, task % chunks], scale, codes, first_bytes, later[0],
-            later_bytes, seal_groups, places[b], h * per_unit, words[row], factors[row, :, last], bases[row],
-            adds and parts == 2 and not any_refined, marks[place], packed, fresh, estimate[b, h],
+            begin, min(begin + per_task, spans), starts[place, task % chunks], scale, codes, first_bytes, later[0],
+            later_bytes, finalize_groups, places[b], h * per_unit, words[row], factors[row, :, last], bases[row],
+            adds and parts == 2 and not any_rescored, marks[place], packed, fresh, estimate[b, h],
             kept[place], kept_keys[place], kept_sums[place],
         )  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some * chunks)
     phase += 1
 
-    # a third part, and the second bit, of what is listed of these
+    # a third part, and the rescoring bit, of what is listed of these
     first_word, whole_word = 0, 0
     for part in range(parts):
         first_word = whole_word
         whole_word += (dims[part] + 8 * WORD - 1) // (8 * WORD)
-    for level in range(2 if parts == 3 else 3, 4 if any_refined else 3):
+    for level in range(2 if parts == 3 else 3, 4 if any_rescored else 3):
         doubled = level == 3
         pool, own_scale = (second, second_scale) if doubled else (later[1], scale)
         num_bytes, word = ((head_dim + 7) // 8, whole_word) if doubled else (dims[2] // 8, first_word)
-        numbers = refined if doubled else staged[1]
+        numbers = rescored if doubled else cascaded[1]
         while True:
             task = take(progress, phase)
             if task >= some:
@@ -288,8 +289,8 @@ def score_some(
             count = list_kept(kept_keys[task], total, listed[task])
             starts[task, chunks + 1] = count
             locate(
-                listed[task], count, kept[task], seal_groups, places[row // kv_heads], row % kv_heads * per_unit,
-                chosen[task], seal_of[task],
+                listed[task], count, kept[task], finalize_groups, places[row // kv_heads], row % kv_heads * per_unit,
+                chosen[task], span_of[task],
             )  # fmt: skip
             for i in range(min(LISTED_AHEAD, count)):
                 ask_for(pool, chosen[task, i] * num_bytes, num_bytes)
@@ -308,7 +309,7 @@ def score_some(
             read_listed(
                 begin, min(begin + LISTED_GROUPS, count), count, pool, num_bytes, own_scale,
                 words[row, :, word * WORD_TABLE :], doubled, factors[row, :, parts if doubled else 2], bases[row],
-                adds and doubled == any_refined, listed[place], chosen[place], seal_of[place], fresh,
+                adds and doubled == any_rescored, listed[place], chosen[place], span_of[place], fresh,
                 estimate[row // kv_heads, row % kv_heads], kept[place], kept_keys[place], kept_sums[place],
             )  # fmt: skip
             finish(progress, phase)
@@ -328,22 +329,21 @@ def take_heads(q, row, kv_heads, repeat, at, own_q):
 @kernel()
 def score_units(
     progress, together, q, k, k_strides, adds, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale,
-    fill, table, lengths, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places,
-    words, queries, factors, shifts, bases, lists, estimate,
+    fill, table, lengths, cascaded, rescored, signs, blocks, block_scales, dims, size, finalized, per_unit, states,
+    places, words, queries, factors, shifts, bases, lists, estimate,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G] for q [B, Hq, D] float32 unscaled. The fields of `summaries.rq` flat, `later` the
-    second and the third part of codes; staged [parts - 1, B] groups are read further, refined [B] get the second bit
-    (0: none); dims of each part; sealed tokens are summarised together, per_unit times a unit. Where it `adds`
-    (`Read.combine` of a sum), k and k_strides, K as of `attend`, are asked for the logits of first tokens.
+    second and the third part of codes; cascaded [parts - 1, B] groups are read further, rescored [B] get the rescoring
+    bit (0: none); dims of each part; `finalized` tokens are summarised together, per_unit times a unit. Where it `adds`
+    (`SelectionConfig.combine` of a sum), k and k_strides, K as of `attend`, are asked for the logits of first tokens.
     blocks and block_scales of `rotate`.
 
-    Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
+    Between the phases: states [B, spans] uint8 and places [B, spans] int64; of each row (b, h) and pass of HEADS query
     heads words int8, queries and factors [.., parts + 1, HEADS] float32 of `prepare`, shifts [.., HEADS] float32, which
-    are added to all scores of a head, and bases [rows, passes * HEADS * (seals + LANES)] float32. One phase, and then
+    are added to all scores of a head, and bases [rows, passes * HEADS * (spans + LANES)] float32. One phase, and then
     another: each row is one thread's, and what is read again still lies in its caches. Or, `together`, all threads take
     each stage of all rows, whose lists (`new_lists`) follow: one phase of the first stage, two of the second (or of
-    what the second bit needs of a code of one part), of the third and of
-    the second bit."""
+    what the rescoring bit needs of a code of one part), of the third and of the rescoring bit."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, passes = num_heads // kv_heads, batch * kv_heads, words.shape[1]
@@ -358,7 +358,7 @@ def score_units(
         if task >= total:
             break
         if task < batch:
-            place_seals(fill, table[task], lengths[task], kv_heads, sealed, per_unit, states[task], places[task])
+            place_spans(fill, table[task], lengths[task], kv_heads, finalized, per_unit, states[task], places[task])
         else:
             row, at = (task - batch) // passes, (task - batch) % passes
             shifts[row, at] = np.float32(np.log(size))
@@ -382,12 +382,12 @@ def score_units(
         finish(progress, 0)
     wait(progress, 0, total)
 
-    seal_groups = sealed // size
+    finalize_groups = finalized // size
     if together:
         score_some(
             progress, 1, 0, rows, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
-            staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, queries, factors,
-            shifts, adds, bases, lists, estimate,
+            cascaded, rescored, dims, size, head_dim, finalize_groups, per_unit, states, places, words, queries,
+            factors, shifts, adds, bases, lists, estimate,
         )  # fmt: skip
         return
     own = new_lists(1, groups, lists[2].shape[1] - 2, passes)
@@ -397,8 +397,8 @@ def score_units(
             break
         score_some(
             np.zeros((MOST_PHASES, progress.shape[1]), np.int64), 0, row, 1, mean, mean_scale, mean_bits, scale, codes,
-            later, second, second_scale, lengths, staged, refined, dims, size, head_dim, seal_groups, per_unit, states,
-            places, words, queries, factors, shifts, adds, bases, own, estimate,
+            later, second, second_scale, lengths, cascaded, rescored, dims, size, head_dim, finalize_groups, per_unit,
+            states, places, words, queries, factors, shifts, adds, bases, own, estimate,
         )  # fmt: skip
         finish(progress, 1)
     wait(progress, 1, rows)

@@ -1,4 +1,4 @@
-"""Whether the compiled CPU kernels can be used here. Does not import numba, which takes a second."""
+"""The check whether the compiled CPU kernels can be used here. Does not import numba, which takes a second."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ from eps_core.errors import install
 
 
 def why_not() -> str | None:
-    """Why the kernels of `cpu.kernels` cannot be used here, in a few words, or None."""
+    """Return why the kernels of `cpu.kernels` cannot be used here, in a few words, or None."""
     if importlib.util.find_spec("numba") is None:
         return f"numba is not installed: {install('cuda')}"
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):

@@ -121,8 +121,8 @@ def _fma(builder, first, second, third):
 
 
 def _look_up(builder, table, index):
-    """Of each of sixteen lanes the number of `table` that the lowest four bits of its index name, where PERMUTES or
-    PERMUTES_EIGHT."""
+    """Return for each of sixteen lanes the number of `table` that the lowest four bits of its index name, where
+    PERMUTES or PERMUTES_EIGHT."""
     if not PERMUTES:
         eight = _vector(_f32, 8)
         function = cgutils.get_or_insert_function(
@@ -290,8 +290,8 @@ def largest_of(typing_context, x, count):
         while lanes > 1:
             lanes //= 2
             low, high = ([*range(start, start + lanes)] for start in (0, lanes))
-            sides = [_shuffle(builder, most, most, picks) for picks in (low, high)]
-            most = builder.select(builder.fcmp_ordered(">", *sides), *sides)
+            outcomes = [_shuffle(builder, most, most, picks) for picks in (low, high)]
+            most = builder.select(builder.fcmp_ordered(">", *outcomes), *outcomes)
         return builder.extract_element(most, _i32(0))
 
     return types.float32(x, types.int64), codegen

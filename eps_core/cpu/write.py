@@ -1,4 +1,4 @@
-"""Seals rq summaries on a CPU, compiled: what a decode step pays in every layer each time that a unit is full.
+"""Finalizes rq summaries on a CPU, compiled: what a decode step pays in every layer each time that a unit is full.
 
 No fastmath here: the order of float32 additions is part of rq's definition (oracle: `summaries.rq.build`), so that
 codes are equal bit for bit in every library.
@@ -58,7 +58,7 @@ def rotation(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
 @kernel()
 def _encode(x, column, with_second, second_step, codes, second):
     """Sets the bits of one vector x [D] in codes and second [bytes], which are 0, and returns their scales; column
-    [D, 1] is overwritten. Without the second bit the scale of both is that of the first."""
+    [D, 1] is overwritten. Without the rescoring bit the scale of both is that of the first."""
     head_dim = len(x)
     step = np.float32(0)
     if with_second:
@@ -86,13 +86,13 @@ def _encode(x, column, with_second, second_step, codes, second):
 
 @kernel()
 def _turn_means(k, size, signs, blocks, scales, turned, mean):
-    """Of seals k [F, Hkv, U, D] the rotated means turned [F, Hkv, N, D] of their groups of `size`, and the mean
-    [F, Hkv, D] of these."""
-    seals, kv_heads, sealed, head_dim = k.shape
-    groups = sealed // size
+    """Fill, from the keys k [F, Hkv, U, D] of F spans, turned [F, Hkv, N, D] with the rotated means of their groups of
+    `size`, and mean [F, Hkv, D] with that of these."""
+    spans, kv_heads, finalized, head_dim = k.shape
+    groups = finalized // size
     rows = np.empty((max(size, groups), head_dim), np.float32)
     inverse, inverse_groups = np.float32(1 / size), np.float32(1 / groups)
-    for f in range(seals):
+    for f in range(spans):
         for h in range(kv_heads):
             for n in range(groups):
                 rows[:size] = k[f, h, n * size : (n + 1) * size]
@@ -110,10 +110,10 @@ def _turn_means(k, size, signs, blocks, scales, turned, mean):
 @kernel()
 def _encode_units(turned, stored, second_step, codes, scale, second, second_scale):
     """`_encode` of what turned [F, Hkv, N, D] differs from stored [F, Hkv, D]; turned is overwritten."""
-    seals, kv_heads, groups, head_dim = turned.shape
+    spans, kv_heads, groups, head_dim = turned.shape
     column, unused = np.empty((head_dim, 1), np.float32), np.empty(0, np.uint8)
     with_second = second.shape[0] > 0
-    for f in range(seals):
+    for f in range(spans):
         for h in range(kv_heads):
             for n in range(groups):
                 x = turned[f, h, n]
@@ -127,11 +127,11 @@ def _encode_units(turned, stored, second_step, codes, scale, second, second_scal
 
 
 def unit_means(k: np.ndarray, size: int, signs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of keys k [F, Hkv, U, D] float32 that are summarised together: the rotated means [F, Hkv, N, D] of their groups
-    of `size` tokens, and the means of these [F, Hkv, D], float32, as `rq.build` has them."""
-    seals, kv_heads, sealed, head_dim = k.shape
-    turned = np.empty((seals, kv_heads, sealed // size, head_dim), np.float32)
-    mean = np.empty((seals, kv_heads, head_dim), np.float32)
+    """Return, of keys k [F, Hkv, U, D] float32 that are summarised together, the rotated means [F, Hkv, N, D] of their
+    groups of `size` tokens, and the means of these [F, Hkv, D], float32, as `rq.build` has them."""
+    spans, kv_heads, finalized, head_dim = k.shape
+    turned = np.empty((spans, kv_heads, finalized // size, head_dim), np.float32)
+    mean = np.empty((spans, kv_heads, head_dim), np.float32)
     _turn_means(k, size, signs, *rotation(head_dim), turned, mean)
     return turned, mean
 
@@ -142,9 +142,9 @@ def build_units(
     """The codes of groups with rotated means turned [F, Hkv, N, D] float32, which are overwritten, about the stored
     means [F, Hkv, D] float32, in parts of `dims` dimensions: the fields of `rq` [F, Hkv, ..] but for the mean. Scales
     are float32, to be rounded by the caller."""
-    seals, kv_heads, groups, head_dim = turned.shape
-    shape, kept = (kv_heads, groups, -(-head_dim // 8)), seals if with_second else 0
-    codes, scale = np.zeros((seals, *shape), np.uint8), np.empty((seals, kv_heads, groups), np.float32)
+    spans, kv_heads, groups, head_dim = turned.shape
+    shape, kept = (kv_heads, groups, -(-head_dim // 8)), spans if with_second else 0
+    codes, scale = np.zeros((spans, *shape), np.uint8), np.empty((spans, kv_heads, groups), np.float32)
     second, second_scale = np.zeros((kept, *shape), np.uint8), np.empty((kept, kv_heads, groups), np.float32)
     _encode_units(turned, stored, np.float32(SECOND_STEP / head_dim), codes, scale, second, second_scale)
     edges = [-(-edge // 8) for edge in np.cumsum((0, *dims))]

@@ -15,8 +15,8 @@ from eps_core.decode.sampling import Sampling, draw
 
 @dataclass
 class Said:
-    """What a sequence says in one round: `accepted` drafts, then the token that ends it (all drafts may be all there
-    is, where a stop token is among them)."""
+    """The tokens that a sequence says in one round: `accepted` drafts, then the token that ends it (all drafts may be
+    all there is, where a stop token is among them)."""
 
     tokens: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)  # see `sampling.Drawn`
@@ -31,8 +31,8 @@ def accept(
     position: int,
     stop: frozenset[int],
 ) -> Said:
-    """What is said of g drafts, the first at `position`, by a verify pass's logits [g + 1, V]. Ends with a stop token,
-    where one comes."""
+    """Return the accepted of g drafts, the first at `position`, and the next token, by a verify pass's logits
+    [g + 1, V]. Ends with a stop token, where one comes."""
     said = Said()
     for i, row in enumerate(logits):
         drawn = draw(row, sampling, sequence, position + i)

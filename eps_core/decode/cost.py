@@ -1,9 +1,9 @@
-"""From which context on gating pays on this device: dense against gated attention of one layer, measured once.
+"""The context from which sparse attention pays on this device: one layer, dense against sparse, measured once.
 
 The result is an estimate, from medians of a few calls over random keys; it changes what is read below it, and so the
 output there: dense. It is kept in `$XDG_CACHE_HOME/eps/costs.json` (default `~/.cache`), one entry for everything that
-it depends on. On a GPU the calls of one layer are timed one by one, while a decode step may replay a graph: gating then
-pays earlier than this says. What certificates and strict mode cost is left out.
+it depends on. On a GPU the calls of one layer are timed one by one, while a decode step may replay a graph: sparse
+attention then pays earlier than this says. What error bounds and strict mode cost is left out.
 """
 
 import json
@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.layer import collect, sparse_attention
+from eps_core.attention.protocol import Backend
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
-from eps_core.files import caches, inputs
-from eps_core.files.records import Count, Positive, read_record
-from eps_core.gate.attend import attend_layer, collect
-from eps_core.gate.protocol import Backend
+from eps_core.io import caches, inputs
+from eps_core.io.records import Count, Positive, read_record
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import backend_name, resolve_kernels
-from eps_core.paging.where import Where
-from eps_core.telemetry.provenance import package_version
+from eps_core.metrics.provenance import package_version
 
 CONTEXTS = (2048, 8192, 32768)  # tokens
 ROUNDS = 7  # of which the median is taken
@@ -41,12 +41,12 @@ class Cost:
 
     contexts: tuple[Count, ...]
     dense_ms: tuple[Positive, ...]
-    gated_ms: tuple[Positive, ...]  # score, select, attend and tail
+    sparse_ms: tuple[Positive, ...]  # score, select, attend and correction
 
     @property
     def min_context(self) -> int | None:
-        """Tokens from which gating pays, by straight lines through neighbouring contexts; None: from none on."""
-        saved = np.subtract(self.dense_ms, self.gated_ms)
+        """Tokens from which sparse attention pays, by straight lines between neighbouring contexts; None: never."""
+        saved = np.subtract(self.dense_ms, self.sparse_ms)
         paying = saved > 0
         first = len(saved) - int(np.argmin(paying[::-1])) if not paying.all() else 0
         if first == 0:
@@ -73,20 +73,20 @@ def measure(
 ) -> Cost:
     """Times one layer of `spec`'s shape, with `num_heads` query heads, at contexts up to `max_context`."""
     contexts = [context for context in CONTEXTS if context <= max_context] or [max_context]
-    gated = config.replace(min_context=0, head_modes=None)
+    sparse = config.replace(min_context=0, head_modes=None)
     rng, started = np.random.default_rng(0), time.perf_counter()
     rows: list[tuple[int, float, float]] = []
     for context in contexts:
         if rows and time.perf_counter() - started > MAX_SECONDS:
             break
-        arms = _arms(backend, device, kernels, spec, num_heads, gated, context, rng)
-        dense_ms, gated_ms = _medians(arms)
-        # where the budget covers the context a gated step is a dense one, and saves nothing
-        rows.append((context, dense_ms, dense_ms if gated.reads_all(0, [context]) else gated_ms))
+        variants = _variants(backend, device, kernels, spec, num_heads, sparse, context, rng)
+        dense_ms, sparse_ms = _medians(variants)
+        # where the budget covers the context a sparse step is a dense one, and saves nothing
+        rows.append((context, dense_ms, dense_ms if sparse.reads_all(0, [context]) else sparse_ms))
     return Cost(*zip(*rows, strict=True))  # type: ignore[arg-type]
 
 
-def _arms(
+def _variants(
     backend: Backend,
     device: str,
     kernels: str,
@@ -96,10 +96,10 @@ def _arms(
     context: int,
     rng: np.random.Generator,
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """(dense, gated) calls over a filled cache; each waits for its result."""
-    units = -(-context // config.store.unit_tokens)
+    """(dense, sparse) calls over a filled cache; each waits for its result."""
+    units = -(-context // config.cache_config.unit_tokens)
     one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
-    cache = backend.new_cache(one, config.store, device, kernels)
+    cache = backend.new_cache(one, config.cache_config, device, kernels)
     for start in range(0, context, FILL_TOKENS):
         shape = (min(FILL_TOKENS, context - start), spec.num_kv_heads, spec.head_dim)
         k, v = (backend.from_numpy(rng.standard_normal(shape, np.float32), spec.dtype, device) for _ in range(2))
@@ -108,23 +108,23 @@ def _arms(
     place = np.arange(units, dtype=np.int32)[None], np.array([context])
 
     def dense() -> None:
-        out, _ = backend.attend(cache, 0, q, Where.dense(config.store, *place), None)
+        out, _ = backend.attend(cache, 0, q, StepPlan.dense(config.cache_config, *place), None)
         collect(backend, cache, [], out)
 
-    def gated() -> None:
-        out, read = attend_layer(backend, cache, 0, q, Where.of(config, *place))
+    def sparse() -> None:
+        out, read = sparse_attention(backend, cache, 0, q, StepPlan.of(config, *place))
         collect(backend, cache, [read], out)
 
-    return dense, gated
+    return dense, sparse
 
 
-def _medians(arms: Sequence[Callable[[], Any]]) -> tuple[float, ...]:
-    """Milliseconds of each arm, alternating, after two calls that warm up."""
-    times: list[list[float]] = [[] for _ in arms]
+def _medians(variants: Sequence[Callable[[], Any]]) -> tuple[float, ...]:
+    """Milliseconds of each variant, alternating, after two calls that warm up."""
+    times: list[list[float]] = [[] for _ in variants]
     for index in range(2 + ROUNDS):
-        for arm, taken in zip(arms, times, strict=True):
+        for variant, taken in zip(variants, times, strict=True):
             started = time.perf_counter()
-            arm()
+            variant()
             if index >= 2:
                 taken.append(1000 * (time.perf_counter() - started))
     return tuple(float(np.median(taken)) for taken in times)
@@ -166,7 +166,7 @@ def cost_of(
     with suppress(ConfigError):
         found = read_record(Cost, kept.get(key), str(path), "remove it")
         rising = found.contexts and list(found.contexts) == sorted(set(found.contexts))
-        if rising and len(found.contexts) == len(found.dense_ms) == len(found.gated_ms):
+        if rising and len(found.contexts) == len(found.dense_ms) == len(found.sparse_ms):
             return found, True
     cost = measure(backend, device, kernels, spec, num_heads, config, max_context)
     if path is not None:

@@ -1,7 +1,7 @@
 """4-bit weights for drafts: which layers have them, in groups of which size. What they hold is judged by
-`oracle.draft_weights`; how they are packed is each array library's affair.
+`reference.draft_weights`; how they are packed is each array library's affair.
 
-With one sequence a step reads more weights than K and V, so that a gated draft saves little unless its weights shrink,
+With one sequence a step reads more weights than K and V, so that a sparse draft saves little unless its weights shrink,
 too (QuantSpec, arXiv 2502.10424, drafts so). The verify pass keeps the full weights, and the text is theirs.
 """
 
@@ -18,7 +18,7 @@ HEAD = "lm_head"
 
 
 def group_size(width: int) -> int | None:
-    """Of rows of `width` weights; None where no group divides them."""
+    """Return the group size of rows of `width` weights; None where no group divides them."""
     return next((size for size in GROUP_SIZES if width % size == 0), None)
 
 

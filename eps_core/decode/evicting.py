@@ -1,7 +1,7 @@
 """Decoding from caches that keep a part of their tokens: dense prefill, then what a policy keeps, in pages by head.
 
 A prompt is prefilled in a plain cache, which holds all of it; what a policy keeps moves to the evicting one, of one kv
-head, in which each kv head of a sequence is a sequence (`paging.heads`). Steps attend there, densely or gated: what
+head, in which each kv head of a sequence is a sequence (`kv_cache.heads`). Steps attend there, densely or sparse: what
 EPS summarises, scores and bounds is what is left. Keys keep the rotation of their own positions.
 """
 
@@ -11,29 +11,29 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.layer import collect, dense_read, sparse_attention
+from eps_core.attention.protocol import Array, Backend
+from eps_core.attention.stats import Eviction, LayerStats, StepOutput
+from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import Read
-from eps_core.config.store import CacheSpec, Store
+from eps_core.config.selection import SelectionConfig
 from eps_core.decode.forward import Arithmetic, Decoder
 from eps_core.decode.layers import run_layers
 from eps_core.decode.observe import Observed
 from eps_core.decode.session import Session
-from eps_core.evict.base import Kept
-from eps_core.evict.keep import Keep
-from eps_core.evict.table import policy
-from eps_core.gate.attend import attend_layer, collect, dense_read
-from eps_core.gate.protocol import Array, Backend
-from eps_core.gate.stats import Eviction, LayerStats, StepOutput
-from eps_core.paging.heads import HeadPools, HeadSequence, HeadTables
-from eps_core.paging.where import Where
+from eps_core.eviction.base import Kept
+from eps_core.eviction.config import EvictionConfig
+from eps_core.eviction.table import policy
+from eps_core.kv_cache.heads import HeadPools, HeadSequence, HeadTables
+from eps_core.kv_cache.step_plan import StepPlan
 
 
 class EvictingDecoder(Decoder):
     """A decoder whose steps read what each head kept, and evict as `keep` says. Has a `Decoder`'s place in the decode
     loop, with a `HeadPools` for its pool; it neither audits nor drafts."""
 
-    def __init__(self, eps: Backend, model: Arithmetic, keep: Keep, pools: HeadPools) -> None:
-        super().__init__(eps, model)
+    def __init__(self, backend: Backend, model: Arithmetic, keep: EvictionConfig, pools: HeadPools) -> None:
+        super().__init__(backend, model)
         self.spec.require_full_attention("eviction")
         self.keep, self.pools = keep, pools
         self._observed: dict[HeadSequence, Observed] = {}
@@ -44,7 +44,7 @@ class EvictingDecoder(Decoder):
         layer, and what its attention was seen to do. The same for every cache that they go to."""
         observed.num_prompt = length + 1
         everything = [[np.arange(length)] * self.spec.num_kv_heads for _ in range(self.spec.num_layers)]
-        if not (length and self.keep.enabled and self.keep.facts.at_prefill):
+        if not (length and self.keep.enabled and self.keep.method_spec.at_prefill):
             return everything
         heads = [
             [
@@ -95,8 +95,8 @@ class EvictingDecoder(Decoder):
             for layer, head in np.ndindex(self.spec.num_layers, self.spec.num_kv_heads):
                 if len(positions[layer][head]):
                     keys, values = rows(layer, head)
-                    cache = self.eps.write_kv(cache, layer, keys, values, slots[layer][head])
-            self.eps.check_finite(cache)
+                    cache = self.backend.write_kv(cache, layer, keys, values, slots[layer][head])
+            self.backend.check_finite(cache)
         except BaseException:
             self.release(sequence)
             raise
@@ -108,10 +108,10 @@ class EvictingDecoder(Decoder):
         size = self.pools.unit_tokens
         for layer, units in enumerate(copies):
             for src, dst, rows in units:
-                cache = self.eps.move_kv(cache, layer, src * size + np.arange(rows), dst * size + np.arange(rows))
+                cache = self.backend.move_kv(cache, layer, src * size + np.arange(rows), dst * size + np.arange(rows))
         if sequence in self._observed:
             observed = self._observed[sequence]
-            self._observed[child], self._budgets[child] = observed.of(observed.facts), self._budgets[sequence]
+            self._observed[child], self._budgets[child] = observed.of(observed.method_spec), self._budgets[sequence]
         return child, cache
 
     def spec_of(self, cache: Any) -> CacheSpec:
@@ -131,34 +131,36 @@ class EvictingDecoder(Decoder):
         slots: np.ndarray,
         table: HeadTables,  # type: ignore[override]
         lengths: np.ndarray,
-        read: Read | None = None,
+        selection_config: SelectionConfig | None = None,
         audit: bool = False,
         draft: bool = False,
     ) -> tuple[Any, StepOutput]:
         """`Decoder.step` over what is left of B sequences: slots [B, L, Hkv], lengths [B] of all tokens they have had.
-        Afterwards, heads that grew by `Keep.every` rows are brought back to their budget."""
+        Afterwards, heads that grew by `EvictionConfig.every` rows are brought back to their budget."""
         assert not audit and not draft, "evicting decoders neither audit nor draft"
-        eps, model, spec, batch = self.eps, self.model, self.spec, len(tokens)
+        backend, model, spec, batch = self.backend, self.model, self.spec, len(tokens)
         self._check_tokens(tokens)
-        gated = read is not None and cache.store.enabled
-        config = EpsConfig.over(cache.store, read) if gated and read is not None else None
-        wheres = table.wheres(cache.store, config)
+        sparse = selection_config is not None and cache.cache_config.enabled
+        config = (
+            EpsConfig.over(cache.cache_config, selection_config) if sparse and selection_config is not None else None
+        )
+        wheres = table.wheres(cache.cache_config, config)
         reads, clock, observed_bytes = [], self._clock if self.timing else None, []
         pending: list[list[list[Array]]] = []  # [L][B]
 
         def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
             nonlocal cache
             one = (batch * spec.num_kv_heads, 1, spec.head_dim)
-            cache = eps.write_kv(cache, layer, k.reshape(one), v.reshape(one), slots[:, layer].ravel())
+            cache = backend.write_kv(cache, layer, k.reshape(one), v.reshape(one), slots[:, layer].ravel())
             if self.tap is not None:
                 self.tap(layer, q)
-            where = wheres[layer]
+            plan = wheres[layer]
             by_head = q.reshape((batch * spec.num_kv_heads, -1, spec.head_dim))
             if config is not None:
-                out, seen = attend_layer(eps, cache, layer, by_head, where, clock=clock)
+                out, seen = sparse_attention(backend, cache, layer, by_head, plan, clock=clock)
             else:
-                (out, _), seen = eps.attend(cache, layer, by_head, where, None), dense_read(cache, where)
-                seen.stats.mass_skipped_est = None
+                (out, _), seen = backend.attend(cache, layer, by_head, plan, None), dense_read(cache, plan)
+                seen.stats.skipped_mass = None
             reads.append(seen)
             num_bytes, asked = self._observe(cache, layer, by_head, table)
             observed_bytes.append(num_bytes)
@@ -168,12 +170,12 @@ class EvictingDecoder(Decoder):
         with model.scope():
             x = run_layers(model, model.embed(tokens), model.rotation(lengths - 1), attention)
             flat = [array for layer in pending for asked in layer for array in asked]
-            layers, (logits, *values) = collect(eps, cache, reads, model.logits(x), *flat)
-            eps.check_finite(cache)
+            layers, (logits, *values) = collect(backend, cache, reads, model.logits(x), *flat)
+            backend.check_finite(cache)
             found = iter(values)
             for layer, of_layer in enumerate(pending):
                 for sequence, asked, length in zip(table.sequences, of_layer, lengths, strict=False):
-                    self._observed[sequence].told(layer, [next(found) for _ in asked], int(length))
+                    self._observed[sequence].given(layer, [next(found) for _ in asked], int(length))
             kept = sum(sequence.num_rows for sequence in table.sequences) * cache.spec.kv_token_bytes
             moved = freed = 0
             for sequence in table.sequences:
@@ -198,28 +200,28 @@ class EvictingDecoder(Decoder):
         for index, sequence in enumerate(table.sequences):
             observed, rows, keys = self._observed[sequence], np.arange(index * heads, (index + 1) * heads), []
             ages = [sequence.length - 1 - positions for positions in sequence.positions[layer]]
-            if observed.facts.sums or observed.facts.squares:
+            if observed.method_spec.sums or observed.method_spec.squares:
                 for row in rows:
                     length = int(table.lengths[layer][row])
-                    keys.append(self.eps.read_kv(cache, layer, table.tables[layer][row], length)[0])
+                    keys.append(self.backend.read_kv(cache, layer, table.tables[layer][row], length)[0])
                     num_bytes += length * cache.spec.k_token_bytes
-            pending.append(observed.step(cache, self.eps.take(cache, q, rows), keys, ages))
+            pending.append(observed.step(cache, self.backend.take(cache, q, rows), keys, ages))
         return num_bytes, pending
 
     @property
     def _watches(self) -> bool:
-        """Whether steps are told to statistics, for evictions to come."""
-        facts = self.keep.facts if self.keep.enabled and self.keep.every else None
+        """Return whether steps are told to statistics, for evictions to come."""
+        method_spec = self.keep.method_spec if self.keep.enabled and self.keep.every else None
         return (
-            facts is not None
-            and facts.while_decoding
-            and (facts.sums or facts.squares or facts.query_moments or facts.window > 0)
+            method_spec is not None
+            and method_spec.while_decoding
+            and (method_spec.sums or method_spec.squares or method_spec.query_moments or method_spec.window > 0)
         )
 
     def _evict(self, cache: Any, sequence: HeadSequence) -> tuple[Any, int, int]:
         """(cache, rows moved, units freed) of bringing a sequence's heads back to their budget, where it is time."""
         keep = self.keep
-        if not (keep.enabled and keep.every and keep.facts.while_decoding):
+        if not (keep.enabled and keep.every and keep.method_spec.while_decoding):
             return cache, 0, 0
         budget = self._budgets[sequence]
         heads = self.spec.num_layers * self.spec.num_kv_heads
@@ -229,9 +231,9 @@ class EvictingDecoder(Decoder):
         seen = []
         for layer, heads_of in enumerate(sequence.heads):
             keys: list[Array | None] = [None] * len(heads_of)
-            if observed.facts.keys or observed.facts.window:
+            if observed.method_spec.keys or observed.method_spec.window:
                 keys = [
-                    self.eps.read_kv(cache, layer, np.array(one.table, np.int32), one.length)[0] for one in heads_of
+                    self.backend.read_kv(cache, layer, np.array(one.table, np.int32), one.length)[0] for one in heads_of
                 ]
             rows = sequence.positions[layer]
             seen.append(
@@ -241,7 +243,7 @@ class EvictingDecoder(Decoder):
         for layer, head in np.ndindex(self.spec.num_layers, self.spec.num_kv_heads):
             done = self.pools.compact(sequence, layer, head, kept[layer][head], keep.compact)  # type: ignore[arg-type]
             if len(done.written):
-                cache = self.eps.move_kv(cache, layer, done.sources, done.slots)
+                cache = self.backend.move_kv(cache, layer, done.sources, done.slots)
             observed.evicted(layer, head, done.order)
             moved, freed = moved + done.rows_moved, freed + done.units_freed
         return cache, moved, freed
@@ -249,32 +251,34 @@ class EvictingDecoder(Decoder):
     def _rows(self, cache: Any, array: Array, rows: np.ndarray, head: int) -> Array:
         """Rows [n] of one kv head of [T, Hkv, D]: [n, 1, D]."""
         length, heads, dim = array.shape
-        return self.eps.take(cache, array.reshape((length * heads, 1, dim)), rows * heads + head)
+        return self.backend.take(cache, array.reshape((length * heads, 1, dim)), rows * heads + head)
 
 
 def evicting(
-    session: Session, keep: Keep, store: Store, lengths: Sequence[int], num_new: int
+    session: Session, keep: EvictionConfig, cache_config: CacheConfig, lengths: Sequence[int], num_new: int
 ) -> tuple[EvictingDecoder, Any, HeadPools]:
     """Return (decoder, cache, pools), empty, for prompts of `lengths` tokens that go on for `num_new`. Where a head may
     hold all of them, as under policies that divide unevenly, it finds room."""
-    spec, shape = session.spec, evicting_spec(session, keep, store, lengths, num_new)
-    session.check_kernels(store)
-    pools = HeadPools(spec.num_layers, spec.num_kv_heads, shape.num_units, store.unit_tokens)
-    cache = session.backend.new_cache(shape, store, session.device, session.kernels)
+    spec, shape = session.spec, evicting_spec(session, keep, cache_config, lengths, num_new)
+    session.check_kernels(cache_config)
+    pools = HeadPools(spec.num_layers, spec.num_kv_heads, shape.num_units, cache_config.unit_tokens)
+    cache = session.backend.new_cache(shape, cache_config, session.device, session.kernels)
     return EvictingDecoder(session.backend, session.decoder.model, keep, pools), cache, pools
 
 
-def evicting_spec(session: Session, keep: Keep, store: Store, lengths: Sequence[int], num_new: int) -> CacheSpec:
+def evicting_spec(
+    session: Session, keep: EvictionConfig, cache_config: CacheConfig, lengths: Sequence[int], num_new: int
+) -> CacheSpec:
     """Return the shape of the cache that `evicting` makes."""
     kv_heads = session.spec.num_kv_heads
-    units = sum(kv_heads * -(-keep.most_rows(length, num_new) // store.unit_tokens) for length in lengths)
+    units = sum(kv_heads * -(-keep.most_rows(length, num_new) // cache_config.unit_tokens) for length in lengths)
     most_open = len(lengths) * kv_heads
     return replace(session.one_unit(), num_kv_heads=1, num_units=units, max_open_groups=most_open)
 
 
-def _fallbacks(wheres: Sequence[Where], heads: int) -> dict[str, int]:
-    """`Where.fallbacks` of layers in which every kv head is a sequence: a layer's call counts by its heads."""
-    calls = sum(where.fallbacks([0]).get("min_context", 0) for where in wheres)
+def _fallbacks(wheres: Sequence[StepPlan], heads: int) -> dict[str, int]:
+    """`StepPlan.fallbacks` of layers in which every kv head is a sequence: a layer's call counts by its heads."""
+    calls = sum(plan.fallbacks([0]).get("min_context", 0) for plan in wheres)
     return {"min_context": -(-calls // heads)} if calls else {}
 
 

@@ -1,6 +1,6 @@
-"""The decoder: one forward pass over any backend's arithmetic, and one gated layer (`gate.attend_layer`) in it.
+"""The decoder: one forward pass over any backend's arithmetic, one sparse layer (`attention.sparse_attention`) in it.
 
-Two attentions: dense and causal for a prefill chunk, gated for a decode step. A step waits for the device once, when
+Two attentions: dense and causal for a prefill chunk, sparse for a decode step. A step waits for the device once, when
 its logits go to the host.
 """
 
@@ -12,20 +12,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from eps_core.attention.layer import LayerRead, collect
+from eps_core.attention.protocol import Array, Backend, Selection
+from eps_core.attention.stats import StepOutput, VerifyOutput
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import Read
-from eps_core.config.store import CacheSpec
+from eps_core.config.selection import SelectionConfig
 from eps_core.decode.layers import layers_of, run_layers
-from eps_core.gate.attend import LayerRead, collect
-from eps_core.gate.protocol import Array, Backend, Selection
-from eps_core.gate.stats import StepOutput, VerifyOutput
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.models.spec import ModelSpec
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
 
 
 class Arithmetic(Protocol):
-    """A backend's part of a loaded model: weights, and what is done to them. Letters as in `gate.protocol`."""
+    """A backend's part of a loaded model: weights, and what is done to them. Letters as in `attention.protocol`."""
 
     spec: ModelSpec
     dtype: str
@@ -39,12 +39,12 @@ class Arithmetic(Protocol):
 
     def quantised(self) -> "Arithmetic":
         """The model with 4-bit weights in its linear layers, output head included, for drafts: affine groups rounded to
-        nearest (`decode.draft_weights`, `oracle.draft_weights.affine`). It shares all else with this one, which stays
+        nearest (`reference.draft_weights.affine`). It shares all else with this one, which stays
         as it is. Raises ConfigError where the library has no such product for the device or no layer is fit for it."""
         ...
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Where all of a call runs: a stream, inference mode."""
+        """Return where all of a call runs: a stream, inference mode."""
         ...
 
     def embed(self, tokens: np.ndarray) -> Array:
@@ -52,7 +52,7 @@ class Arithmetic(Protocol):
         ...
 
     def rotation(self, positions: np.ndarray) -> Any:
-        """What `project` turns q and k by at positions [N]; made once a call, for all layers."""
+        """Return the rotation that `project` turns q and k by at positions [N]; made once a call, for all layers."""
         ...
 
     def project(self, layer: int, x: Array, turn: Any) -> tuple[Array, Array, Array]:
@@ -72,7 +72,7 @@ class Arithmetic(Protocol):
         ...
 
     def whole_step(
-        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool, draft: bool
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool
     ) -> tuple[Any, StepOutput] | None:
         """A decode step as one piece (a CUDA graph), or None, and nothing done, where there is none. A `draft` as
         `Decoder.step` has it."""
@@ -82,9 +82,9 @@ class Arithmetic(Protocol):
 class Decoder:
     """A loaded model on a backend. Calls return the cache, which the caller must rebind."""
 
-    def __init__(self, eps: Backend, model: Arithmetic) -> None:
-        self.eps, self.model, self.spec, self.device = eps, model, model.spec, model.device
-        self.layers = layers_of(eps, model.spec)
+    def __init__(self, backend: Backend, model: Arithmetic) -> None:
+        self.backend, self.model, self.spec, self.device = backend, model, model.spec, model.device
+        self.layers = layers_of(backend, model.spec)
         self.timing = False  # whether step() fills prepass_ms and attention_ms, at the cost of three waits a layer
         # where set, called by step() in every layer with (layer, q [B, Hq, D] unscaled, as attention uses it)
         self.tap: Callable[[int, Array], None] | None = None
@@ -101,7 +101,7 @@ class Decoder:
     def drafter(self) -> "Decoder":
         """A decoder over the same caches with quantised weights, made once."""
         if self._drafter is None:
-            self._drafter = Decoder(self.eps, self.model.quantised())
+            self._drafter = Decoder(self.backend, self.model.quantised())
         return self._drafter
 
     def prefill(
@@ -109,13 +109,13 @@ class Decoder:
     ) -> tuple[Any, np.ndarray]:
         """Dense attention of one sequence's next chunk: tokens [N], their slots [N], table [M], `length` tokens in all
         once the chunk is written. Returns the logits after the last token, [V] float32."""
-        eps, model = self.eps, self.model
+        backend, model = self.backend, self.model
         self._check_tokens(tokens)
 
         def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
             nonlocal cache
-            cache = eps.write_kv(cache, layer, k, v, slots)
-            keys, values = eps.read_kv(cache, layer, table, length)
+            cache = backend.write_kv(cache, layer, k, v, slots)
+            keys, values = backend.read_kv(cache, layer, table, length)
             out = self.layers[layer].chunk(cache, q, keys, values)
             if self.watch is not None:
                 self.watch(cache, layer, q, keys, length)
@@ -124,8 +124,8 @@ class Decoder:
         with model.scope():
             turn = model.rotation(np.arange(length - len(tokens), length))
             x = run_layers(model, model.embed(tokens), turn, attention)
-            _, (logits,) = collect(eps, cache, [], model.logits(x[-1:]))
-            eps.check_finite(cache)
+            _, (logits,) = collect(backend, cache, [], model.logits(x[-1:]))
+            backend.check_finite(cache)
         return cache, logits[0]
 
     def step(
@@ -135,27 +135,27 @@ class Decoder:
         slots: np.ndarray,
         table: np.ndarray,
         lengths: np.ndarray,
-        read: Read | None = None,
+        selection_config: SelectionConfig | None = None,
         audit: bool = False,
         draft: bool = False,
     ) -> tuple[Any, StepOutput]:
         """One token of each of B sequences: tokens [B], slots [B], table [B, M] (padding -1), lengths [B] that count
-        the new token. Gated as `read` says; dense without it, or where the cache keeps no summaries (which follow every
-        write all the same). `audit` attends densely in addition: true skipped masses and dense logits; its reads are
-        counted nowhere. It needs at least one token before the new one.
+        the new token. Sparse as `read` says; dense without it, or where the cache keeps no summaries (which follow
+        every write all the same). `audit` attends densely in addition: true skipped masses and dense logits; its reads
+        are counted nowhere. It needs at least one token before the new one.
 
-        A `draft` may be taken back: its K and V are placed, not written (see `Backend.place_kv`), NaN is not refused,
-        and `selections` say what was visited."""
-        eps, model, spec = self.eps, self.model, self.spec
+        A `draft` may be taken back: its K and V are placed, not written (see `Backend.write_kv_tentative`), NaN is not
+        refused, and `selections` say what was selected."""
+        backend, model, spec = self.backend, self.model, self.spec
         self._check_tokens(tokens)
-        gated = read is not None and cache.store.enabled
-        if gated:
-            assert read is not None
-            where = Where.of(EpsConfig.over(cache.store, read), table, lengths)
+        sparse = selection_config is not None and cache.cache_config.enabled
+        if sparse:
+            assert selection_config is not None
+            plan = StepPlan.of(EpsConfig.over(cache.cache_config, selection_config), table, lengths)
         else:
-            where = Where.dense(cache.store, table, lengths)
+            plan = StepPlan.dense(cache.cache_config, table, lengths)
         if not audit and not self.timing and self.tap is None:
-            done = model.whole_step(cache, tokens, slots, where, gated, draft)
+            done = model.whole_step(cache, tokens, slots, plan, sparse, draft)
             if done is not None:
                 return done
         reads: list[LayerRead] = []
@@ -163,29 +163,29 @@ class Decoder:
 
         def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
             nonlocal cache
-            cache = (eps.place_kv if draft else eps.write_kv)(cache, layer, k, v, slots)
+            cache = (backend.write_kv_tentative if draft else backend.write_kv)(cache, layer, k, v, slots)
             if self.tap is not None:
                 self.tap(layer, q)
-            if not gated:
-                return self.layers[layer].dense(cache, q, where)
-            out, one = self.layers[layer].sparse(cache, q, where, audit, clock)
+            if not sparse:
+                return self.layers[layer].dense(cache, q, plan)
+            out, one = self.layers[layer].sparse(cache, q, plan, audit, clock)
             reads.append(one)
             return out
 
         with model.scope():
             dense_logits = None
             if audit:
-                cache, dense_logits = self._dense_logits(cache, tokens, slots, where)
-            x = run_layers(model, model.embed(tokens), model.rotation(where.lengths - 1), attention)
+                cache, dense_logits = self._dense_logits(cache, tokens, slots, plan)
+            x = run_layers(model, model.embed(tokens), model.rotation(plan.lengths - 1), attention)
             selections = [one.selection for one in reads] if draft else []
-            layers, (logits,) = collect(eps, cache, reads, model.logits(x))
+            layers, (logits,) = collect(backend, cache, reads, model.logits(x))
             if not draft:
-                eps.check_finite(cache)
-        fallbacks = where.fallbacks(spec.full, spec.windowed) if gated else {}
+                backend.check_finite(cache)
+        fallbacks = plan.fallbacks(spec.full, spec.windowed) if sparse else {}
         each = (
             (one.kv_bytes_read for one in layers)
-            if gated
-            else (one.dense_kv_bytes(cache, where) for one in self.layers)
+            if sparse
+            else (one.dense_kv_bytes(cache, plan) for one in self.layers)
         )
         kv_bytes = sum(each)
         return cache, StepOutput(logits, kv_bytes, layers, fallbacks, dense_logits, selections)
@@ -200,19 +200,19 @@ class Decoder:
     ) -> tuple[Any, VerifyOutput]:
         """Dense attention of several new tokens of each of B sequences in one pass: tokens [T] and
         their slots [T], T as in `rows`. K and V are placed; `commit` writes those that stay. `drafts`: of each layer
-        and row what a draft step visited (None: everything), for the share that it left out."""
-        eps, model, spec = self.eps, self.model, self.spec
+        and row what a draft step selected (None: everything), for the share that it left out."""
+        backend, model, spec = self.backend, self.model, self.spec
         self._check_tokens(tokens)
-        kv, lses, visited = [], [], []
+        kv, lses, selected = [], [], []
 
         def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
             nonlocal cache
-            cache = eps.place_kv(cache, layer, k, v, slots)
-            with eps.span("eps.verify", cache):
+            cache = backend.write_kv_tentative(cache, layer, k, v, slots)
+            with backend.span("eps.verify", cache):
                 read = self.layers[layer].rows(cache, q, rows, drafts[layer] if drafts else None)
             kv.append((k, v))
             lses.append(read.lse)
-            visited.append(read.visited_lse)
+            selected.append(read.selected_lse)
             return read.out
 
         with model.scope():
@@ -220,8 +220,8 @@ class Decoder:
             logits = model.logits(x)
             unread = []
             if drafts:
-                unread = [eps.unread_share(visited[layer], lses[layer], spec.num_kv_heads) for layer in spec.full]
-            _, (values, *shares) = collect(eps, cache, [], logits, *unread)
+                unread = [backend.unread_share(selected[layer], lses[layer], spec.num_kv_heads) for layer in spec.full]
+            _, (values, *shares) = collect(backend, cache, [], logits, *unread)
         left_out = np.zeros((spec.num_layers, rows.total, spec.num_kv_heads), np.float32) if drafts else None
         for layer, share in zip(spec.full, shares, strict=bool(drafts)):
             assert left_out is not None
@@ -231,32 +231,34 @@ class Decoder:
     def commit(self, cache: Any, verified: VerifyOutput, kept: np.ndarray, slots: np.ndarray) -> Any:
         """Writes K and V of the rows `kept` [N] of a verify pass to their slots [N] again, now for good: all that
         follows from a write follows. Raises ConfigError where K is NaN or Inf."""
-        eps = self.eps
+        backend = self.backend
         every = len(kept) == len(verified.logits) and (np.diff(kept) == 1).all()
         with self.model.scope():
             for layer, (k, v) in enumerate(verified.kv):
-                k, v = (part if every else eps.take(cache, part, kept) for part in (k, v))
-                cache = eps.write_kv(cache, layer, k, v, slots)
-            eps.check_finite(cache)
+                k, v = (part if every else backend.take(cache, part, kept) for part in (k, v))
+                cache = backend.write_kv(cache, layer, k, v, slots)
+            backend.check_finite(cache)
         return cache
 
-    def _dense_logits(self, cache: Any, tokens: np.ndarray, slots: np.ndarray, where: Where) -> tuple[Any, np.ndarray]:
+    def _dense_logits(
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan
+    ) -> tuple[Any, np.ndarray]:
         """(cache, logits [B, V]) of a dense step of the new tokens, whose K and V are not written yet. Computed at
         once: a pending reader would hold the cache's old buffers through the next write."""
         model = self.model
 
         def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
             nonlocal cache
-            cache, out = self.layers[layer].before(cache, q, k, v, where, slots)
+            cache, out = self.layers[layer].before(cache, q, k, v, plan, slots)
             return out
 
-        x = run_layers(model, model.embed(tokens), model.rotation(where.lengths - 1), attention)
-        _, (logits,) = collect(self.eps, cache, [], model.logits(x))
+        x = run_layers(model, model.embed(tokens), model.rotation(plan.lengths - 1), attention)
+        _, (logits,) = collect(self.backend, cache, [], model.logits(x))
         return cache, logits
 
     def _clock(self, cache: Any, *arrays: Array) -> float:
         """Now, once everything so far is computed."""
-        self.eps.wait(cache, *arrays)
+        self.backend.wait(cache, *arrays)
         return time.perf_counter()
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
@@ -267,7 +269,9 @@ class Decoder:
             )
 
 
-def load_decoder(eps: Backend, path: Path, spec: ModelSpec, dtype: str = "float32", device: str = "auto") -> Decoder:
+def load_decoder(
+    backend: Backend, path: Path, spec: ModelSpec, dtype: str = "float32", device: str = "auto"
+) -> Decoder:
     """The decoder of a Hugging Face directory. Raises ConfigError for an absent device or an unknown dtype before any
     weight is read."""
-    return Decoder(eps, eps.load_model(path, spec, dtype, device))
+    return Decoder(backend, backend.load_model(path, spec, dtype, device))

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.protocol import Backend
+from eps_core.attention.stats import StepOutput
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import Read
+from eps_core.config.selection import SelectionConfig
 from eps_core.decode.forward import Decoder
 from eps_core.decode.sampling import Sampling, draw
 from eps_core.errors import ConfigError
-from eps_core.gate.protocol import Backend
-from eps_core.gate.stats import StepOutput
-from eps_core.paging.pool import PagePool
-from eps_core.paging.pool import Sequence as PagedSequence
-from eps_core.telemetry.rounds import RoundRecord
-from eps_core.telemetry.steps import AUDIT_FACTOR, Audit, StepRecord, audit_step, step_record
+from eps_core.kv_cache.pool import PagePool
+from eps_core.kv_cache.pool import Sequence as PagedSequence
+from eps_core.metrics.rounds import RoundRecord
+from eps_core.metrics.steps import AUDIT_FACTOR, Audit, StepRecord, audit_step, step_record
 
 
 def generate(
@@ -30,11 +30,11 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
-    read: Read | None = None,
+    selection_config: SelectionConfig | None = None,
     stop_tokens: Collection[int] = (),
     prefill_chunk: int = 512,
     on_prefill: Callable[[int, int, int], None] | None = None,
-    forced_tokens: Sequence[Sequence[int]] | None = None,
+    always_selected_tokens: Sequence[Sequence[int]] | None = None,
     keep_logits: bool = False,
     time_every: int = 0,
     audit_every: int = 0,
@@ -47,13 +47,12 @@ def generate(
     or once the caller has put its number into `ended`.
 
     All but the last token of each prompt are prefilled densely, `prefill_chunk` at a time, sharing full pages with what
-    the pool already holds; the last one starts the decode, so every new token comes from one gated step, as `read` says
-    (None: dense).
-    `forced_tokens` (one list a prompt) are fed instead of what the model says, and end their sequence with them.
-    `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every `time_every`-th step is timed
-    layer by layer (0: none). Every `audit_every`-th gated step from the first on attends densely besides (0: none)
-    and raises an alarm where a certificate was wrong, or an estimate by more than `audit_factor`; with `audit_off` the
-    steps after an alarm are dense, which `fallbacks` counts.
+    the pool already holds; the last one starts the decode, so every new token comes from one sparse step, as `read`
+    says (None: dense). `always_selected_tokens` (one list a prompt) are fed instead of what the model says, and end
+    their sequence with them. `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every
+    `time_every`-th step is timed layer by layer (0: none). Every `audit_every`-th sparse step from the first on attends
+    densely besides (0: none) and raises an alarm where an error bound was wrong, or an estimate by more than
+    `audit_factor`; with `audit_off` the steps after an alarm are dense, which `fallbacks` counts.
 
     Sequences are freed when the generator ends, and its value is the cache to go on with: a prompt that is decoded
     again in it, with the same pool, finds its full pages. With `written`, sequences of the pool that hold all but the
@@ -69,43 +68,50 @@ def generate(
                 decoder, cache, pool, prompt[:-1], prefill_chunk, report_of(on_prefill, index)
             )
         fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
-        gated = read is not None and cache.store.enabled
+        sparse = selection_config is not None and cache.cache_config.enabled
         alarmed = False
         for step in range(max_new_tokens):
             alive = sorted(sequences)
-            if forced_tokens is not None:
-                alive = [index for index in alive if step < len(forced_tokens[index])]
+            if always_selected_tokens is not None:
+                alive = [index for index in alive if step < len(always_selected_tokens[index])]
             if not alive:
                 break
             running = [sequences[index] for index in alive]
             timed = bool(time_every) and step % time_every == 0
-            audited = gated and not alarmed and audit_every > 0 and step % audit_every == 0
+            audited = sparse and not alarmed and audit_every > 0 and step % audit_every == 0
             audited = audited and pool.lengths(running).min() > 0
             cache, output, spent = take_step(
-                decoder, cache, pool, running, [fed[i] for i in alive], None if alarmed else read, timed, audited
+                decoder,
+                cache,
+                pool,
+                running,
+                [fed[i] for i in alive],
+                None if alarmed else selection_config,
+                timed,
+                audited,
             )
             lengths = spent.lengths
             margins = []
             for row, index in enumerate(alive):
-                if forced_tokens is not None:
-                    fed[index] = int(forced_tokens[index][step])
+                if always_selected_tokens is not None:
+                    fed[index] = int(always_selected_tokens[index][step])
                 else:
                     drawn = draw(output.logits[row], sampling, index, int(lengths[row]))
                     fed[index] = drawn.token
                     margins.append(drawn.margin)
-            if gated and alarmed:
+            if sparse and alarmed:
                 output.fallbacks["audit_alarm"] = cache.spec.num_layers * len(alive)
             audit = audit_step(output, audit_factor) if audited else None
             if audit is not None and audit.alarms and audit_off:
                 alarmed = True
             said = [fed[index] for index in alive]
-            record = record_of(decoder, cache, step, alive, said, output, spent, read, timed, audit)
+            record = record_of(decoder, cache, step, alive, said, output, spent, selection_config, timed, audit)
             record.margins = margins
             if keep_logits:
                 record.logits = output.logits
             yield record
             for index in alive:
-                if index in ended or (fed[index] in stop_tokens and forced_tokens is None):
+                if index in ended or (fed[index] in stop_tokens and always_selected_tokens is None):
                     left = sequences.pop(index)
                     if own:
                         pool.free(left)
@@ -117,7 +123,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Spent:
-    """What a decode step took, and after which tokens."""
+    """The time that a decode step took, and the tokens before it."""
 
     lengths: np.ndarray  # [B] int64, the step's tokens counted
     decode_ms: float
@@ -130,7 +136,7 @@ def take_step(
     pool: Any,
     sequences: Sequence[Any],
     tokens: Sequence[int],
-    read: Read | None,
+    selection_config: SelectionConfig | None,
     timed: bool = False,
     audited: bool = False,
 ) -> tuple[Any, StepOutput, Spent]:
@@ -138,13 +144,13 @@ def take_step(
     slots = []
     for sequence, token in zip(sequences, tokens, strict=True):
         new_slots, copies = pool.append(sequence, [token])
-        cache = _copied(decoder.eps, cache, copies)
+        cache = _copied(decoder.backend, cache, copies)
         slots.append(new_slots)
     lengths, decoder.timing = pool.lengths(sequences), timed
     reread_bytes = cache.bytes_k_reread
     started = time.perf_counter()
     cache, output = decoder.step(
-        cache, np.array(tokens), np.concatenate(slots), pool.table(sequences), lengths, read, audited
+        cache, np.array(tokens), np.concatenate(slots), pool.table(sequences), lengths, selection_config, audited
     )
     decode_ms = 1000 * (time.perf_counter() - started)
     return cache, output, Spent(lengths, decode_ms, cache.bytes_k_reread - reread_bytes)
@@ -158,7 +164,7 @@ def record_of(
     tokens: Sequence[int],
     output: StepOutput,
     spent: Spent,
-    read: Read | None,
+    selection_config: SelectionConfig | None,
     timed: bool,
     audit: Audit | None = None,
 ) -> StepRecord:
@@ -170,7 +176,7 @@ def record_of(
         [int(length) for length in spent.lengths],
         output,
         decoder.spec_of(cache),
-        EpsConfig.over(cache.store, read),
+        EpsConfig.over(cache.cache_config, selection_config),
         spent.decode_ms,
         spent.bytes_k_reread,
         timed,
@@ -185,7 +191,7 @@ def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
 
 
 def tokens_of(records: Sequence[StepRecord] | Sequence[RoundRecord], num_prompts: int) -> list[list[int]]:
-    """What each prompt was continued with, the stop token that ended it included."""
+    """Return the tokens that continue each prompt, the stop token that ended it included."""
     said: list[list[int]] = [[] for _ in range(num_prompts)]
     for record in records:
         for index, token in zip(record.sequences, record.tokens, strict=True):
@@ -233,20 +239,20 @@ def extend(
     `prefill` has it."""
     for start in range(0, len(tokens), chunk_tokens):
         chunk = tokens[start : start + chunk_tokens]
-        slots, cache = append(decoder.eps, cache, pool, sequence, chunk)
+        slots, cache = append(decoder.backend, cache, pool, sequence, chunk)
         cache, _ = decoder.prefill(cache, np.array(chunk), slots, pool.table([sequence])[0], sequence.length)
         report(start + len(chunk), len(tokens))
     return cache
 
 
 def append(
-    eps: Backend, cache: Any, pool: PagePool, sequence: PagedSequence, tokens: Sequence[int]
+    backend: Backend, cache: Any, pool: PagePool, sequence: PagedSequence, tokens: Sequence[int]
 ) -> tuple[np.ndarray, Any]:
     """Slots [N] for `tokens` at the end of a sequence; a page shared with a fork is copied before it is written."""
     slots, copies = pool.append(sequence, tokens)
-    return slots, _copied(eps, cache, copies)
+    return slots, _copied(backend, cache, copies)
 
 
-def _copied(eps: Backend, cache: Any, copies: Sequence[tuple[int, int]]) -> Any:
+def _copied(backend: Backend, cache: Any, copies: Sequence[tuple[int, int]]) -> Any:
     """The cache after unit copies [(src, dst)]."""
-    return eps.copy_units(cache, *zip(*copies, strict=True)) if copies else cache
+    return backend.copy_units(cache, *zip(*copies, strict=True)) if copies else cache

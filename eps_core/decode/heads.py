@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.errors import ConfigError, shown
-from eps_core.files import inputs
-from eps_core.files.records import Share, read_record
+from eps_core.io import inputs
+from eps_core.io.records import Share, read_record
 from eps_core.models.config import read_spec
 from eps_core.models.folder import weight_files
 from eps_core.models.spec import ModelSpec
@@ -38,13 +38,13 @@ class HeadPolicy:
     fraction_needed: tuple[tuple[Share, ...], ...]  # [L][Hkv] of the groups, for settings["mass"] of the softmax
     outside_share: tuple[tuple[Share, ...], ...]  # [L][Hkv] share outside the first and last tokens
     classes: tuple[tuple[str, ...], ...]  # [L][Hkv] of CLASSES
-    dense_layers: tuple[int, ...]  # not sparse: gating them would not pay
+    dense_layers: tuple[int, ...]  # not sparse: it would not pay there
     head_modes: tuple[tuple[str, ...], ...]  # [L][Hkv], as EpsConfig.head_modes
 
 
 def head_modes(policy: HeadPolicy) -> tuple[tuple[str, ...], ...]:
-    """What each kv head does under `--eps-heads retrieval`, [L][Hkv]: retrieval heads gate, streaming heads and the
-    layers that are not sparse stay dense (design section 5)."""
+    """Return the mode of each kv head under `--eps-heads retrieval`, [L][Hkv]: retrieval heads are read sparsely,
+    streaming heads and the layers that are not sparse stay dense."""
     return policy.head_modes
 
 
@@ -90,7 +90,7 @@ def load_policy(path: Path) -> HeadPolicy:
 
 
 def _fault(policy: HeadPolicy) -> str | None:
-    """What is wrong with values that are of the right kinds, or None."""
+    """Return the fault of values that are of the right kinds, or None."""
     shape = (policy.num_layers, policy.num_kv_heads)
     if min(*shape, policy.head_dim) < 1:
         return f"its shape {(*shape, policy.head_dim)} is not three positive integers"

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.layer import sparse_attention
+from eps_core.attention.protocol import Backend
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.gate.attend import attend_layer
-from eps_core.gate.protocol import Backend
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 
-TOKENS = 700  # past the 256 that the centre of key codes needs, with an open group where groups are of two
+TOKENS = 700  # past the 256 that the centroid of key codes needs, with a partial group where groups are of two
 VERIFIED_ROWS = 5
 TIES = 0.005  # share of the estimates
 # of an output against the largest |v|: what the rounding of its dtype and of other sum orders may differ by
@@ -32,16 +32,18 @@ def disagreement(
     spec: CacheSpec,
     num_heads: int,
     config: EpsConfig,
-    progress: Callable[[int, int, str], None] = lambda *told: None,
+    progress: Callable[[int, int, str], None] = lambda *given: None,
     verified: bool = False,
 ) -> str | None:
-    """What kernels and array operations differ in over one layer of `spec`'s shape, in a few words; None where they
+    """Return how kernels and array operations differ over one layer of `spec`'s shape, in a few words; None where they
     agree. An exception of the kernels is a difference too. `progress(done, total, part)` is told before each part. What
     only verified decoding uses is compiled and compared where it is `verified`: it takes as long as the rest."""
-    length = TOKENS + (1 if config.store.S > 1 else 0)
-    units = -(-length // config.store.unit_tokens)
+    length = TOKENS + (1 if config.cache_config.S > 1 else 0)
+    units = -(-length // config.cache_config.unit_tokens)
     one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
-    config = EpsConfig.over(config.store, replace(config.read, min_context=0, budget_floor=0, head_modes=None))
+    config = EpsConfig.over(
+        config.cache_config, replace(config.selection_config, min_context=0, budget_floor=0, head_modes=None)
+    )
     rng = np.random.default_rng(0)
     k, v = (rng.standard_normal((length, spec.num_kv_heads, spec.head_dim), np.float32) for _ in range(2))
     q = 2 * rng.standard_normal((1, num_heads, spec.head_dim), np.float32)
@@ -89,19 +91,19 @@ def _results(
     k: np.ndarray,
     v: np.ndarray,
     q: np.ndarray,
-    progress: Callable[[int, int, str], None] = lambda *told: None,
+    progress: Callable[[int, int, str], None] = lambda *given: None,
     verified: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Everything that a gated step and a dense one compute, and a pass that verifies. Groups are not compared where
+    """Everything that a sparse step and a dense one compute, and a pass that verifies. Groups are not compared where
     estimates are: their rounding may swap two that are nearly equal, so both sides rank the same made-up ones."""
     parts = ["write", "dense attention", *(["verify pass"] if verified else [])]
-    parts += ["score", "select", "attend", "tail", "step"] if config.store.enabled else []
+    parts += ["score", "select", "attend", "correction", "step"] if config.cache_config.enabled else []
 
     def begin(part: str) -> None:
         progress(parts.index(part), len(parts), part)
 
     begin("write")
-    cache: Any = backend.new_cache(spec, config.store, device, kernels)
+    cache: Any = backend.new_cache(spec, config.cache_config, device, kernels)
     length = len(k)
     native = [backend.from_numpy(x, spec.dtype, device) for x in (k, v)]
     cut = length - 3
@@ -110,49 +112,49 @@ def _results(
         cache = backend.write_kv(
             cache, 0, native[0][token : token + 1], native[1][token : token + 1], np.arange(token, token + 1)
         )
-    units = -(-length // config.store.unit_tokens)
-    where = Where.of(config, np.arange(units, dtype=np.int32)[None], np.array([length]))
+    units = -(-length // config.cache_config.unit_tokens)
+    plan = StepPlan.of(config, np.arange(units, dtype=np.int32)[None], np.array([length]))
     query = backend.from_numpy(q, spec.dtype, device)
     begin("dense attention")
-    states: dict[str, Any] = {"dense": backend.attend(cache, 0, query, where, None)}
+    states: dict[str, Any] = {"dense": backend.attend(cache, 0, query, plan, None)}
     results: dict[str, np.ndarray] = {}
     if verified:
         begin("verify pass")
-        rows = Rows.of(where.table, where.lengths, np.array([VERIFIED_ROWS]))
+        rows = Rows.of(plan.table, plan.lengths, np.array([VERIFIED_ROWS]))
         factors = np.linspace(-1, 1, VERIFIED_ROWS, dtype=np.float32)[:, None, None]
         turned = backend.from_numpy(q * factors, spec.dtype, device)
-        listed = np.zeros((VERIFIED_ROWS, spec.num_kv_heads, where.num_groups), np.float32)
+        listed = np.zeros((VERIFIED_ROWS, spec.num_kv_heads, plan.num_groups), np.float32)
         listed[..., ::3] = 1
         read = backend.attend_rows(cache, 0, turned, rows, backend.from_numpy(listed, "float32", device) > 0)
         states["verified"] = read.out, read.lse
-        results["verified lse of what was visited"] = backend.to_numpy(read.visited_lse)
-    if config.store.enabled:
+        results["verified lse of what was selected"] = backend.to_numpy(read.selected_lse)
+    if config.cache_config.enabled:
         begin("score")
-        scores = backend.score(cache, 0, query, where)
+        scores = backend.score(cache, 0, query, plan)
         results["estimates"] = backend.to_numpy(scores.estimate)
         # ranks that no rounding can change
         clear = replace(scores, estimate=_spread(backend, results["estimates"], device))
         begin("select")
-        selection = backend.select(clear, where)
+        selection = backend.select(clear, plan)
         results["groups"] = backend.to_numpy(selection.groups)
         results["counts"] = backend.to_numpy(selection.counts)
         begin("attend")
-        states["gated"] = backend.attend(cache, 0, query, where, selection)
-        if config.store.tail_tokens:
-            begin("tail")
-            states["tail"] = backend.attend_tail(cache, 0, where, clear, selection, states["gated"][1])
-        begin("step")  # what statistics and certificates use besides; its parts are compared above
-        out, seen = attend_layer(backend, cache, 0, query, where)
+        states["gated"] = backend.attend(cache, 0, query, plan, selection)
+        if config.cache_config.correction_tokens:
+            begin("correction")
+            states["correction"] = backend.attend_correction(cache, 0, plan, clear, selection, states["gated"][1])
+        begin("step")  # what statistics and error bounds also use; its parts are compared above
+        out, seen = sparse_attention(backend, cache, 0, query, plan)
         # one kernel may do what the parts do; which groups these are, rounding decides, in both alike
-        state = backend.attend(cache, 0, query, where, seen.selection)
-        if config.store.tail_tokens and seen.selection is not None:
-            state = backend.add_tail(cache, 0, where, scores, seen.selection, state)
+        state = backend.attend(cache, 0, query, plan, seen.selection)
+        if config.cache_config.correction_tokens and seen.selection is not None:
+            state = backend.add_correction(cache, 0, plan, scores, seen.selection, state)
         whole = (out, seen.lse), state
         apart = [np.subtract(*(backend.to_numpy(one[i]).astype(np.float32) for one in whole)) for i in range(2)]
     for name, (out, lse) in states.items():
         results[f"{name} outputs"] = backend.to_numpy(out).astype(np.float32)
         results[f"{name} lse"] = backend.to_numpy(lse)
-    if config.store.enabled:
+    if config.cache_config.enabled:
         # by their difference; last, as what is wrong shows in parts first
         results["a whole layer and its parts"] = np.concatenate([part.ravel() for part in apart])
     return results

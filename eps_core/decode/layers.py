@@ -7,55 +7,55 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.gate.attend import Clock, LayerRead, attend_layer, dense_read
-from eps_core.gate.protocol import Array, Backend, RowsRead, Selection
+from eps_core.attention.layer import Clock, LayerRead, dense_read, sparse_attention
+from eps_core.attention.protocol import Array, Backend, RowsRead, Selection
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.models.spec import ModelSpec
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
 
-Drafts = Sequence[tuple[Selection, int] | None]  # of each row what a draft step visited, None: everything
+Drafts = Sequence[tuple[Selection, int] | None]  # of each row what a draft step selected, None: everything
 
 
 @dataclass(frozen=True)
 class FullLayer:
-    """A layer whose tokens attend to all before them. Letters as in `gate.protocol`."""
+    """A layer whose tokens attend to all before them. Letters as in `attention.protocol`."""
 
-    eps: Backend
+    backend: Backend
     layer: int
 
     def chunk(self, cache: Any, q: Array, k: Array, v: Array) -> Array:
         """out [N, Hq, D] of the last N of T tokens: q [N, Hq, D], k, v [T, Hkv, D]."""
-        return self.eps.attend_chunk(cache, q, k, v)
+        return self.backend.attend_chunk(cache, q, k, v)
 
-    def dense(self, cache: Any, q: Array, where: Where) -> Array:
+    def dense(self, cache: Any, q: Array, plan: StepPlan) -> Array:
         """out [B, Hq, D] of a dense step, whose K and V are in the cache."""
-        return self.eps.attend(cache, self.layer, q, where, None)[0]
+        return self.backend.attend(cache, self.layer, q, plan, None)[0]
 
-    def dense_kv_bytes(self, cache: Any, where: Where) -> int:
+    def dense_kv_bytes(self, cache: Any, plan: StepPlan) -> int:
         """Return the bytes of K and V that a dense step reads."""
-        return where.dense_kv_bytes(cache.spec)
+        return plan.dense_kv_bytes(cache.spec)
 
     def rows_kv_bytes(self, cache: Any, rows: Rows) -> int:
         """Return the bytes of K and V that a verify pass reads."""
         return rows.kv_bytes(cache.spec)
 
     def sparse(
-        self, cache: Any, q: Array, where: Where, audit: bool = False, clock: Clock | None = None
+        self, cache: Any, q: Array, plan: StepPlan, audit: bool = False, clock: Clock | None = None
     ) -> tuple[Array, LayerRead]:
-        """`gate.attend_layer`."""
-        return attend_layer(self.eps, cache, self.layer, q, where, audit, clock)
+        """`attention.sparse_attention`."""
+        return sparse_attention(self.backend, cache, self.layer, q, plan, audit, clock)
 
-    def before(self, cache: Any, q: Array, k: Array, v: Array, where: Where, slots: np.ndarray) -> tuple[Any, Array]:
+    def before(self, cache: Any, q: Array, k: Array, v: Array, plan: StepPlan, slots: np.ndarray) -> tuple[Any, Array]:
         """(cache, out [B, Hq, D]) of a dense step whose K and V [B, Hkv, D] are not written yet, nor here."""
-        before = where.once("before", lambda: Where.dense(cache.store, where.table, where.lengths - 1))
-        earlier = self.eps.attend(cache, self.layer, q, before, None)
-        return cache, self.eps.merge(earlier, self.eps.attend_own(cache, q, k, v))[0]
+        before = plan.once("before", lambda: StepPlan.dense(cache.cache_config, plan.table, plan.lengths - 1))
+        earlier = self.backend.attend(cache, self.layer, q, before, None)
+        return cache, self.backend.merge(earlier, self.backend.attend_own(cache, q, k, v))[0]
 
     def rows(self, cache: Any, q: Array, rows: Rows, drafts: Drafts | None) -> RowsRead:
         """A verify pass; `drafts` as `Decoder.verify` has them."""
-        num_groups = rows.table.shape[1] * cache.store.groups_per_unit
-        visit = None if drafts is None else self.eps.visits(cache, drafts, num_groups)
-        return self.eps.attend_rows(cache, self.layer, q, rows, visit)
+        num_groups = rows.table.shape[1] * cache.cache_config.groups_per_unit
+        selected_mask = None if drafts is None else self.backend.visits(cache, drafts, num_groups)
+        return self.backend.attend_rows(cache, self.layer, q, rows, selected_mask)
 
 
 @dataclass(frozen=True)
@@ -67,68 +67,68 @@ class WindowLayer(FullLayer):
     def chunk(self, cache: Any, q: Array, k: Array, v: Array) -> Array:
         first = max(len(k) - len(q) - self.window + 1, 0)
         ages = (len(k) - len(q) + np.arange(len(q)))[:, None] - np.arange(first, len(k))
-        return self.eps.attend_chunk(cache, q, k[first:], v[first:], (ages >= 0) & (ages < self.window))
+        return self.backend.attend_chunk(cache, q, k[first:], v[first:], (ages >= 0) & (ages < self.window))
 
-    def dense(self, cache: Any, q: Array, where: Where) -> Array:
-        unit, out = cache.store.unit_tokens, q * 1
-        for row, length in enumerate(where.lengths.tolist()):
+    def dense(self, cache: Any, q: Array, plan: StepPlan) -> Array:
+        unit, out = cache.cache_config.unit_tokens, q * 1
+        for row, length in enumerate(plan.lengths.tolist()):
             first = max(length - self.window, 0)
             skipped = first // unit  # units that lie before the window
-            k, v = self.eps.read_kv(cache, self.layer, where.table[row, skipped:], length - skipped * unit)
+            k, v = self.backend.read_kv(cache, self.layer, plan.table[row, skipped:], length - skipped * unit)
             first -= skipped * unit
-            out[row : row + 1] = self.eps.attend_chunk(cache, q[row : row + 1], k[first:], v[first:])
+            out[row : row + 1] = self.backend.attend_chunk(cache, q[row : row + 1], k[first:], v[first:])
         return out
 
-    def dense_kv_bytes(self, cache: Any, where: Where) -> int:
-        return self._cut(cache, where).dense_kv_bytes(cache.spec)
+    def dense_kv_bytes(self, cache: Any, plan: StepPlan) -> int:
+        return self._cut(cache, plan).dense_kv_bytes(cache.spec)
 
     def rows_kv_bytes(self, cache: Any, rows: Rows) -> int:
         return self.dense_kv_bytes(cache, _one_by_one(cache, rows))
 
     def sparse(
-        self, cache: Any, q: Array, where: Where, audit: bool = False, clock: Clock | None = None
+        self, cache: Any, q: Array, plan: StepPlan, audit: bool = False, clock: Clock | None = None
     ) -> tuple[Array, LayerRead]:
         """(out, what was read) of dense attention within the window."""
         started = None if clock is None else clock(cache, q)
-        with self.eps.span("eps.attention", cache):
-            out = self.dense(cache, q, where)
-        read = dense_read(cache, self._cut(cache, where))
-        nothing = np.zeros((len(where.lengths), cache.spec.num_kv_heads))
-        if cache.store.has_bounds:
-            read.stats.mass_skipped_cert = read.stats.output_error_cert = nothing
+        with self.backend.span("eps.attention", cache):
+            out = self.dense(cache, q, plan)
+        read = dense_read(cache, self._cut(cache, plan))
+        nothing = np.zeros((len(plan.lengths), cache.spec.num_kv_heads))
+        if cache.cache_config.has_bounds:
+            read.stats.skipped_mass_bound = read.stats.output_error_bound = nothing
         if audit:
-            read.stats.mass_skipped_true = nothing
+            read.stats.skipped_mass_true = nothing
         if clock is not None and started is not None:
             read.stats.prepass_ms, read.stats.attention_ms = 0.0, 1000 * (clock(cache, out) - started)
         return out, read
 
-    def before(self, cache: Any, q: Array, k: Array, v: Array, where: Where, slots: np.ndarray) -> tuple[Any, Array]:
+    def before(self, cache: Any, q: Array, k: Array, v: Array, plan: StepPlan, slots: np.ndarray) -> tuple[Any, Array]:
         """K and V are placed, which the step's own write repeats."""
-        cache = self.eps.place_kv(cache, self.layer, k, v, slots)
-        return cache, self.dense(cache, q, where)
+        cache = self.backend.write_kv_tentative(cache, self.layer, k, v, slots)
+        return cache, self.dense(cache, q, plan)
 
     def rows(self, cache: Any, q: Array, rows: Rows, drafts: Drafts | None) -> RowsRead:
         """Row by row, as steps attend; `lse` is None, and no draft left anything out."""
         return RowsRead(self.dense(cache, q, _one_by_one(cache, rows)), None)
 
-    def _cut(self, cache: Any, where: Where) -> Where:
+    def _cut(self, cache: Any, plan: StepPlan) -> StepPlan:
         """The same sequences as if they had the window's tokens alone: for what is counted."""
-        return where.once(
+        return plan.once(
             ("window", self.window),
-            lambda: Where.dense(cache.store, where.table, np.minimum(where.lengths, self.window)),
+            lambda: StepPlan.dense(cache.cache_config, plan.table, np.minimum(plan.lengths, self.window)),
         )
 
 
-def _one_by_one(cache: Any, rows: Rows) -> Where:
+def _one_by_one(cache: Any, rows: Rows) -> StepPlan:
     """Every row of a verify pass as a sequence of its own."""
-    return rows.once("one by one", lambda: Where.dense(cache.store, rows.table[rows.sequence], rows.seen))
+    return rows.once("one by one", lambda: StepPlan.dense(cache.cache_config, rows.table[rows.sequence], rows.seen))
 
 
-def layers_of(eps: Backend, spec: ModelSpec) -> list[FullLayer]:
+def layers_of(backend: Backend, spec: ModelSpec) -> list[FullLayer]:
     """The attention of every layer of a model."""
     windows = spec.windows or (None,) * spec.num_layers
     return [
-        FullLayer(eps, layer) if window is None else WindowLayer(eps, layer, window)
+        FullLayer(backend, layer) if window is None else WindowLayer(backend, layer, window)
         for layer, window in enumerate(windows)
     ]
 

@@ -7,13 +7,13 @@ from typing import Any, Literal, Self, overload
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import AS_THEY_ARE, FormatName, KvFormats
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.decode.stop_strings import StoppedText, check_stop
-from eps_core.files import records
-from eps_core.telemetry.rounds import summarise_rounds
-from eps_core.telemetry.steps import summarise
+from eps_core.io import records
+from eps_core.metrics.rounds import summarise_rounds
+from eps_core.metrics.steps import summarise
 
 Prompt = str | list[int]  # text, or token ids
 
@@ -70,7 +70,7 @@ class LLM:
         method: str | None = None,
         *,
         config: EpsConfig | None = None,
-        speculative: bool | Verify = False,
+        speculative: bool | SpeculativeConfig = False,
         backend: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
@@ -85,10 +85,10 @@ class LLM:
         `model`: a Hugging Face directory, or `org/name[@revision]` of the Hub; None: the embedded demo model.
         `method`: the summary of a group of tokens: "rq" (the default), another of `eps-proto run --help`, or "dense"
             (also "off") for dense attention.
-        `selection`: the other fields of `EpsConfig`, by name: `budget=0.05`, `last_tokens=256`, `strict=True`, ..
+        `selection`: the other fields of `EpsConfig`, by name: `budget=0.05`, `num_recent_tokens=256`, `strict=True`, ..
         `config`: an `EpsConfig`, in the place of method and selection.
         `speculative`: sparse steps draft and a dense pass verifies, so that the text is that of dense decoding; a
-            `Verify` says how.
+            `SpeculativeConfig` says how.
         `backend`: "numpy", "cuda" (PyTorch, on CPUs too) or "mlx"; auto: the one that has a GPU, else PyTorch.
         `device`, `dtype` (of the weights), `kv_dtype`, `kernels`, `cache_dir` (keeps prompts between runs): as
             `Session.open` has them. `kv_bits`: the format of K and V, such as 8 or "fp8", or of each, such as (8, 4).
@@ -99,9 +99,9 @@ class LLM:
             method = "rq"
         if method is not None:
             selection["method"] = "off" if method == "dense" else method
-        if not isinstance(speculative, Verify):
+        if not isinstance(speculative, SpeculativeConfig):
             records.check("speculative", speculative, bool)
-            speculative = Verify("tokens" if speculative else "off")
+            speculative = SpeculativeConfig("tokens" if speculative else "off")
         formats = kv_bits if isinstance(kv_bits, tuple | list) else (kv_bits, kv_bits)
         records.check("kv_bits", formats, tuple[FormatName, FormatName])
         self.session = Session.open(

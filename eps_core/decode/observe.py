@@ -1,18 +1,18 @@
-"""What an eviction policy asks of a sequence's attention, gathered while the model runs: `evict.base.Head`s.
+"""The attention statistics that an eviction policy asks for, gathered while the model runs: `eviction.base.Head`s.
 
 Weights are reduced on the device (`Backend.weights`); small float32 arrays come to the host, so that a policy sees the
 same numbers whatever the backend, up to rounding.
 
-Letters as in `gate.protocol`; L layers, T rows of a head, W queries of a window.
+Letters as in `attention.protocol`; L layers, T rows of a head, W queries of a window.
 """
 
 from typing import Any, Protocol
 
 import numpy as np
 
+from eps_core.attention.protocol import Array, Backend
 from eps_core.errors import require
-from eps_core.evict.base import Facts, Head
-from eps_core.gate.protocol import Array, Backend
+from eps_core.eviction.base import Head, MethodSpec
 from eps_core.models.rope import attention_factor, inverse_frequencies
 from eps_core.models.spec import ModelSpec
 
@@ -30,9 +30,9 @@ class Watcher(Protocol):
 class Observed:
     """One sequence's statistics, as far as `facts` ask for them. Fed by layer: a prompt's chunks, then steps."""
 
-    def __init__(self, eps: Backend, spec: ModelSpec, facts: Facts) -> None:
+    def __init__(self, backend: Backend, spec: ModelSpec, method_spec: MethodSpec) -> None:
         spec.require_full_attention("eviction")
-        self.eps, self.spec, self.facts = eps, spec, facts
+        self.backend, self.spec, self.method_spec = backend, spec, method_spec
         self.frequencies = inverse_frequencies(spec)
         layers, heads = range(spec.num_layers), range(spec.num_kv_heads)
         self._repeat = spec.num_heads // spec.num_kv_heads
@@ -47,14 +47,14 @@ class Observed:
         self.num_prompt = 0  # tokens of its prompt, where a decoder that evicts has adopted it
         self.future: list[np.ndarray] | None = None  # [L] of [Hkv, R, T] over a prompt's tokens: the oracle's
 
-    def of(self, facts: Facts) -> "Observed":
+    def of(self, method_spec: MethodSpec) -> "Observed":
         """As if only these had been asked for; the two go their own ways."""
-        one = Observed(self.eps, self.spec, facts)
-        if facts.sums:
+        one = Observed(self.backend, self.spec, method_spec)
+        if method_spec.sums:
             one._sums = [list(layer) for layer in self._sums]
-        if facts.squares:
+        if method_spec.squares:
             one._squares = [list(layer) for layer in self._squares]
-        one._queries = [q[len(q) - min(len(q), facts.window) :] for q in self._queries]
+        one._queries = [q[len(q) - min(len(q), method_spec.window) :] for q in self._queries]
         one._pairs, one._moduli = [pairs.copy() for pairs in self._pairs], [moduli.copy() for moduli in self._moduli]
         one._seen, one.future, one.num_prompt = list(self._seen), self.future, self.num_prompt
         return one
@@ -62,35 +62,36 @@ class Observed:
     def prompt(self, cache: Any, layer: int, q: Array, k: Array, length: int) -> None:
         """As `Watcher` has it."""
         num = len(q)
-        if self.facts.sums or self.facts.squares:
+        if self.method_spec.sums or self.method_spec.squares:
             for start in range(0, num, QUERY_ROWS):
                 rows = np.arange(start, min(start + QUERY_ROWS, num))
                 seen = np.arange(length) <= (length - num + rows)[:, None]
-                given = self.eps.weights(cache, self.eps.take(cache, q, rows), k, seen)
+                given = self.backend.weights(cache, self.backend.take(cache, q, rows), k, seen)
                 ages = (length - num + rows)[:, None] - np.arange(length)
-                given = self.eps.to_host(cache, [one.sum(axis=2) for one in self._powers(cache, given, ages)])
+                given = self.backend.to_host(cache, [one.sum(axis=2) for one in self._powers(cache, given, ages)])
                 for into, of_heads in zip(self._totals, given, strict=True):
                     for head, values in enumerate(of_heads):
                         self._grow(into, layer, head, values)
         if self._keeps_queries:
-            keep = min(num, self.facts.window) if not self.facts.query_moments else num
-            (last,) = self.eps.to_host(cache, [self.eps.take(cache, q, np.arange(num - keep, num))])
+            keep = min(num, self.method_spec.window) if not self.method_spec.query_moments else num
+            (last,) = self.backend.to_host(cache, [self.backend.take(cache, q, np.arange(num - keep, num))])
             self._remember(layer, last.astype(np.float32), length)
 
     def step(self, cache: Any, q: Array, keys: list[Array], ages: list[np.ndarray]) -> list[Array]:
-        """What `told` must have on the host of a decoded token in one layer, still on the device: q [Hkv, R, D], and of
-        each kv head keys [T, 1, D] of its rows, the new one last, where weights are asked for, and their `ages` [T]."""
+        """Return the arrays that `told` needs of a decoded token in one layer, still on the device: q [Hkv, R, D], and
+        of each kv head keys [T, 1, D] of its rows, the new one last, where weights are asked for, and their `ages`
+        [T]."""
         pending = []
         for head, k in enumerate(keys):
-            own = self.eps.take(cache, q, np.array([head]))
-            given = self.eps.weights(cache, own, k, np.ones((1, len(k)), bool))
+            own = self.backend.take(cache, q, np.array([head]))
+            given = self.backend.weights(cache, own, k, np.ones((1, len(k)), bool))
             pending += [one.sum(axis=2) for one in self._powers(cache, given, ages[head][None])]
         return [*pending, q] if self._keeps_queries else pending
 
-    def told(self, layer: int, values: list[np.ndarray], length: int) -> None:
+    def given(self, layer: int, values: list[np.ndarray], length: int) -> None:
         """The values of `step`, on the host; `length` tokens so far."""
         found = iter(values)
-        if self.facts.sums or self.facts.squares:
+        if self.method_spec.sums or self.method_spec.squares:
             for head in range(self.spec.num_kv_heads):
                 for into in self._totals:
                     self._grow(into, layer, head, next(found)[0])
@@ -100,25 +101,28 @@ class Observed:
 
     @property
     def _keeps_queries(self) -> bool:
-        return self.facts.window > 0 or self.facts.query_moments
+        return self.method_spec.window > 0 or self.method_spec.query_moments
 
     def _own(self, cache: Any, q: np.ndarray, head: int) -> Array:
         """The queries [N, R, D] of one kv head, on the device."""
         part = q[:, head * self._repeat : (head + 1) * self._repeat]
-        return self.eps.from_numpy(np.ascontiguousarray(part), "float32", cache.device)
+        return self.backend.from_numpy(np.ascontiguousarray(part), "float32", cache.device)
 
     @property
     def _totals(self) -> list[list[list[np.ndarray]]]:
-        """What `_powers` are added to, in their order."""
-        return [*([self._sums] if self.facts.sums else []), *([self._squares] if self.facts.squares else [])]
+        """Return the sums that `_powers` are added to, in their order."""
+        return [
+            *([self._sums] if self.method_spec.sums else []),
+            *([self._squares] if self.method_spec.squares else []),
+        ]
 
     def _powers(self, cache: Any, given: Array, ages: np.ndarray) -> list[Array]:
         """Weights, and their squares, as far as they are asked for: of N queries whose distances to T rows are `ages`
         [N, T]."""
-        found = [given] if self.facts.sums else []
-        if self.facts.squares:
-            counts = (ages >= self.facts.buffer).astype(np.float32)
-            found.append(given * given * self.eps.from_numpy(counts, "float32", cache.device))
+        found = [given] if self.method_spec.sums else []
+        if self.method_spec.squares:
+            counts = (ages >= self.method_spec.buffer).astype(np.float32)
+            found.append(given * given * self.backend.from_numpy(counts, "float32", cache.device))
         return found
 
     def _grow(self, into: list[list[np.ndarray]], layer: int, head: int, values: np.ndarray) -> None:
@@ -129,7 +133,7 @@ class Observed:
 
     def _remember(self, layer: int, q: np.ndarray, length: int) -> None:
         """Queries [N, Hq, D] of the last N tokens."""
-        if self.facts.query_moments:
+        if self.method_spec.query_moments:
             half = self.spec.head_dim // 2
             turned = q.astype(np.float64) / attention_factor(self.spec)
             back = np.exp(-1j * np.arange(length - len(q), length)[:, None] * self.frequencies)
@@ -137,39 +141,39 @@ class Observed:
             self._pairs[layer] += pairs.sum(axis=0)
             self._moduli[layer] += np.abs(pairs).sum(axis=0)
             self._seen[layer] += len(q)
-        if self.facts.window:
-            self._queries[layer] = np.concatenate([self._queries[layer], q])[-self.facts.window :]
+        if self.method_spec.window:
+            self._queries[layer] = np.concatenate([self._queries[layer], q])[-self.method_spec.window :]
 
     def head(self, cache: Any, layer: int, head: int, k: Array | None, positions: np.ndarray, length: int) -> Head:
-        """What a policy may ask of one kv head: its keys k [T, 1, D] as they lie in the cache (None: it asks for
-        nothing of them), and whose they are."""
-        facts = self.facts
+        """Return all that a policy may ask of one kv head: its keys k [T, 1, D] as they lie in the cache (None: it asks
+        for nothing of them), and whose they are."""
+        method_spec = self.method_spec
         kept: dict[str, np.ndarray] = {}
         heads = slice(head * self._repeat, (head + 1) * self._repeat)
-        if facts.window:
+        if method_spec.window:
             q = self._queries[layer]
             own = self._own(cache, q, head)
             seen = np.less_equal(positions, np.arange(length - len(q), length)[:, None])
             # a query from before the first row that is left has nothing to give: it counts for nothing
             some = seen.any(axis=1)
-            (given,) = self.eps.to_host(cache, [self.eps.weights(cache, own, k, seen | ~some[:, None])])
+            (given,) = self.backend.to_host(cache, [self.backend.weights(cache, own, k, seen | ~some[:, None])])
             kept["window"] = np.where(some[:, None], given[0], np.float32(0))
-            if facts.queries:
+            if method_spec.queries:
                 kept["queries"] = q[:, heads].transpose(1, 0, 2)
-        if facts.keys:
-            (keys,) = self.eps.to_host(cache, [k])
+        if method_spec.keys:
+            (keys,) = self.backend.to_host(cache, [k])
             kept["keys"] = keys[:, 0].astype(np.float32)
-        if facts.sums:
+        if method_spec.sums:
             kept["sums"] = self._sums[layer][head]
-        if facts.squares:
+        if method_spec.squares:
             kept["squares"] = self._squares[layer][head]
-        if facts.query_moments:
+        if method_spec.query_moments:
             count = max(self._seen[layer], 1)
             kept["query_mean"] = self._pairs[layer][heads] / count
             kept["query_abs"] = self._moduli[layer][heads] / count
-        if facts.query_moments or facts.keys:
+        if method_spec.query_moments or method_spec.keys:
             kept["frequencies"] = self.frequencies
-        if facts.future:
+        if method_spec.future:
             require(
                 self.future is not None,
                 "policy oracle keeps what queries to come ask for, which an evaluation alone knows: choose another",

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 
 RECENT = 8  # costs of each kind that count: contexts grow, machines have moods
 MEMORY = 0.97  # what a round's counts of acceptance weigh one round later
@@ -18,7 +18,7 @@ FIRST_REST, LONGEST_REST = 16, 512  # dense steps between probes while drafting 
 class Pace:
     """The number of drafts of each round. Fixed, or learnt: everything it is told is a measurement of this run."""
 
-    def __init__(self, verify: Verify) -> None:
+    def __init__(self, verify: SpeculativeConfig) -> None:
         self.fixed, self.most = verify.draft, verify.most
         self.offered = [0.0] * verify.most
         self.accepted = [0.0] * verify.most
@@ -38,7 +38,7 @@ class Pace:
             self._rest, self._resting = FIRST_REST, 0
 
     def saw_round(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Of each sequence, how many drafts were offered and how many of them, from the first on, were accepted."""
+        """Record how many drafts of each sequence were offered and how many, from the first on, were accepted."""
         for counts in (self.offered, self.accepted):
             counts[:] = [count * MEMORY for count in counts]
         for offered, kept in zip(drafted, accepted, strict=True):
@@ -47,14 +47,14 @@ class Pace:
                 self.accepted[depth] += depth < kept
 
     def saw_cost(self, kind: str | int, ms: float) -> None:
-        """Of a `dense` or a `draft` step, or of a verify pass of so many rows a sequence."""
+        """Record the cost of a `dense` or a `draft` step, or of a verify pass of so many rows a sequence."""
         self._costs.setdefault(kind, deque(maxlen=RECENT)).append(ms)
 
     # ---- what follows ----
 
     def acceptance(self, depth: int) -> float:
-        """Of a draft at `depth` (0: the first) whose predecessors were accepted; depths of which little is known lean
-        on all the others."""
+        """Return the acceptance of a draft at `depth` (0: the first) whose predecessors were accepted; depths of which
+        little is known lean on all the others."""
         all_offered, all_accepted = sum(self.offered), sum(self.accepted)
         overall = (all_accepted + PRIOR * PRIOR_WEIGHT) / (all_offered + PRIOR_WEIGHT)
         return (self.accepted[depth] + overall * PRIOR_WEIGHT) / (self.offered[depth] + PRIOR_WEIGHT)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from eps_core.config.store import Store
-from eps_core.gate.protocol import Array, Backend
-from eps_core.paging.pool import PagePool
-from eps_core.paging.pool import Sequence as PagedSequence
+from eps_core.attention.protocol import Array, Backend
+from eps_core.config.cache import CacheConfig
+from eps_core.kv_cache.pool import PagePool
+from eps_core.kv_cache.pool import Sequence as PagedSequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +32,8 @@ class Prefix:
 
 
 def without_summaries(cache: Any) -> Any:
-    """A cache over the same K and V that keeps nothing besides: what is written to it, no summary of `cache` follows.
+    """A cache over the same K and V that keeps nothing else: what is written to it, no summary of `cache` follows.
     Tokens written after a prompt are to be written again before `cache` reads them."""
     names = {"spec", "device", "k", "v", "finite", "kernels"} & {one.name for one in fields(cache)}
-    store = Store(block_size=cache.store.unit_tokens)
-    return type(cache)(store=store, **{name: getattr(cache, name) for name in names})
+    cache_config = CacheConfig(block_size=cache.cache_config.unit_tokens)
+    return type(cache)(cache_config=cache_config, **{name: getattr(cache, name) for name in names})

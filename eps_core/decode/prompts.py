@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.errors import ConfigError, require
-from eps_core.files import inputs, records
+from eps_core.io import inputs, records
 
 
 def prompt_texts(prompt: str | Path, max_context: int, keep_newline: bool = False) -> list[str]:
@@ -52,12 +52,12 @@ def encode_prompts(
 
 def _jsonl_prompts(path: Path) -> list[str]:
     """The prompts of a file whose lines are objects with one, or strings."""
-    mend = 'give a JSON object with a "prompt" a line'
+    fix = 'give a JSON object with a "prompt" a line'
     prompts = []
-    for where, value in inputs.read_values(path, "prompt file", mend):
+    for place, value in inputs.read_values(path, "prompt file", fix):
         prompt = value.get("prompt") if isinstance(value, dict) else value
         if not isinstance(prompt, str):
-            raise ConfigError(f'{where}: no "prompt" that is text: {mend}')
+            raise ConfigError(f'{place}: no "prompt" that is text: {fix}')
         prompts.append(prompt)
-    require(len(prompts) > 0, f"prompt file {path} has no lines: {mend}")
+    require(len(prompts) > 0, f"prompt file {path} has no lines: {fix}")
     return prompts

@@ -1,21 +1,22 @@
-"""What a round of verified decoding is written down as."""
+"""Records of the rounds of verified decoding."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from eps_core.config.store import CacheSpec
+from eps_core.config.cache import CacheSpec
 from eps_core.decode.accept import Said
-from eps_core.paging.rows import Rows
-from eps_core.telemetry.rounds import RoundRecord, by_depth, divergences
+from eps_core.kv_cache.rows import Rows
+from eps_core.metrics.rounds import RoundRecord, by_depth, divergences
 
 
 def draft_audit(
     drafts: Sequence[Sequence[np.ndarray]], logits: np.ndarray, rows: Rows, unread: np.ndarray | None
 ) -> dict[str, Any]:
-    """How far each draft step was from the dense pass, by depth, mean over sequences: `drafts` are the draft steps'
-    logits [V] of every sequence, logits [T, V] and unread shares [L, T, Hkv] the pass's. The fields of `RoundRecord`.
+    """Return how far each draft step was from the dense pass, by depth, mean over sequences: `drafts` are the draft
+    steps' logits [V] of every sequence, logits [T, V] and unread shares [L, T, Hkv] the pass's. The fields of
+    `RoundRecord`.
     """
     most = max(len(one) for one in drafts)
     kl: list[list[float]] = [[] for _ in range(most)]
@@ -37,15 +38,15 @@ def draft_audit(
     return {
         "audit_kl": means(kl),
         "audit_tv": means(tv),
-        "mass_skipped_true": None if unread is None else means(shares),
+        "skipped_mass_true_max": None if unread is None else means(shares),
     }
 
 
 def round_record(
     spec: CacheSpec, indices: list[int], drafted: list[int], said: list[Said], lengths: list[int], **more: Any
 ) -> RoundRecord:
-    """Of sequences by prompt number, which had `lengths` tokens in the cache and `drafted` so many; `more` are other
-    fields of `RoundRecord`."""
+    """Return the record of a round of sequences, by prompt number, which had `lengths` tokens in the cache and
+    `drafted` so many; `more` are other fields of `RoundRecord`."""
     accepted = [one.accepted for one in said]
     # dense decoding reads all that came before each token that was said
     lengths_read = [length + 1 + i for length, one in zip(lengths, said, strict=True) for i in range(len(one.tokens))]
@@ -53,7 +54,8 @@ def round_record(
     offered, kept = by_depth(drafted, accepted)
     values: dict[str, Any] = {
         "step": 0, "gamma": 0, "bytes_kv_draft": 0, "bytes_summary_draft": 0, "bytes_k_reread": 0, "draft_ms": 0.0,
-        "round_ms": 0.0, "audit_kl": [], "audit_tv": [], "mass_skipped_true": None, "rolled_back": 0, "fallbacks": {},
+        "round_ms": 0.0, "audit_kl": [], "audit_tv": [], "skipped_mass_true_max": None, "rolled_back": 0,
+        "fallbacks": {},
     }  # fmt: skip
     return RoundRecord(
         sequences=[index for index, one in zip(indices, said, strict=True) for _ in one.tokens],

@@ -1,5 +1,5 @@
 """How the next token is drawn from logits: on the host, in float64, by random numbers that (seed, sequence, position)
-name. The same logits therefore give the same token on every backend, in any batch, dense, gated or verified."""
+name. The same logits therefore give the same token on every backend, in any batch, dense, sparse or verified."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eps_core.errors import ConfigError, overflow
-from eps_core.files import records
+from eps_core.io import records
 
 RULES = ("gumbel", "cdf")
 _STREAM = 0  # part of what a seed means: another number gives other texts
@@ -93,7 +93,7 @@ def _nucleus(mass: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def drawable(logits: np.ndarray) -> bool:
-    """Whether no logit is NaN or +Inf."""
+    """Return whether no logit is NaN or +Inf."""
     return not (np.isnan(logits).any() or np.isposinf(logits).any())
 
 

@@ -10,10 +10,11 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from eps_core.attention.protocol import Backend
+from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig, config_of
 from eps_core.config.formats import EXACT, KvFormats
-from eps_core.config.store import CacheSpec, Store
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.cpu import host
 from eps_core.cpu.usable import why_not
 from eps_core.decode.forward import Decoder, load_decoder
@@ -26,23 +27,22 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.stored import StoredPrompts, check_folder, stored_prompts
 from eps_core.decode.verified import verified
 from eps_core.errors import ConfigError, require
-from eps_core.gate.protocol import Backend
+from eps_core.kv_cache.pool import PagePool
 from eps_core.load import backend_name, choose_device, load_backend, resolve_kernels
+from eps_core.metrics.terminal import Progress
 from eps_core.models.chat import render
 from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.models.hub import resolve_model
 from eps_core.models.spec import ModelSpec
 from eps_core.models.tokenizer import encode, load_tokenizer
 from eps_core.models.weights import check_weights
-from eps_core.paging.pool import PagePool
-from eps_core.telemetry.terminal import Progress
 
-UNVERIFIED = Verify()
+UNVERIFIED = SpeculativeConfig()
 
 
 @dataclass
 class Session:
-    """A loaded model: what every prompt, document and arm has in common. `decode.llm` continues prompts with it."""
+    """A loaded model: what every prompt, document and variant has in common. `decode.llm` continues prompts with it."""
 
     model: str  # as the user named it: a directory, org/name, or demo
     path: Path
@@ -55,9 +55,9 @@ class Session:
     kernels: str
     named: bool = False  # whether the user named the kernels
     fault: str | None = None  # why auto took array operations instead of kernels
-    checked: set[tuple[Store, bool]] = field(default_factory=set, repr=False)  # see `check_kernels`
-    config: EpsConfig = EpsConfig()  # noqa: RUF009  of `steps`; documents and arms bring their own
-    verify: Verify = UNVERIFIED  # the same
+    checked: set[tuple[CacheConfig, bool]] = field(default_factory=set, repr=False)  # see `check_kernels`
+    config: EpsConfig = EpsConfig()  # noqa: RUF009  of `steps`; documents and variants bring their own
+    verify: SpeculativeConfig = UNVERIFIED  # the same
     kv_bits: KvFormats = EXACT  # of K and of V in every cache: see `CacheSpec`
     cache_dir: Path | None = None  # where prompts are kept between runs: see `decode.stored`
 
@@ -71,19 +71,19 @@ class Session:
         kv_dtype: str = "auto",
         kernels: str = "auto",
         config: EpsConfig | None = None,
-        verify: Verify | str = UNVERIFIED,
+        verify: SpeculativeConfig | str = UNVERIFIED,
         kv_bits: KvFormats = EXACT,
         cache_dir: Path | str | None = None,
         **settings: Any,
     ) -> Self:
         """A model as `resolve_model` reads it, None for the demo model, on a backend. EPS as `config` says, or flat
         `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. `verify`, a Verify or its mode
-        "tokens", makes every text the dense one: gated steps then only draft. Everything that can be refused
+        "tokens", makes every text the dense one: sparse steps then only draft. Everything that can be refused
         is refused here; the weights are read when the decoder is first asked for. dtype auto: as stored, but float32 on
         a CPU, unless it is bfloat16 that Torch and the CPU multiply natively and nothing is verified; kv_dtype auto: as
         dtype; kv_bits of K and of V, 16: as they are (`config.formats`). `cache_dir` keeps prompts between runs."""
         config = config_of(config, settings)
-        verify = Verify(verify) if isinstance(verify, str) else verify
+        verify = SpeculativeConfig(verify) if isinstance(verify, str) else verify
         verify.check(config)
         path = DEMO_MODEL if model is None else resolve_model(model)
         if model is None and not (path / "config.json").is_file():
@@ -116,14 +116,14 @@ class Session:
     def decoder(self) -> Decoder:
         return load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
 
-    def drafter(self, verify: Verify) -> Decoder:
-        """What drafts of verified decoding are made with: the decoder, or one over the same caches with quantised
-        weights, made once."""
+    def drafter(self, verify: SpeculativeConfig) -> Decoder:
+        """Return the decoder of the drafts of verified decoding: the session's, or one over the same caches with
+        quantised weights, made once."""
         if verify.weights == "full":
             return self.decoder
         return self.decoder.drafter()
 
-    def load(self, verify: Verify = UNVERIFIED) -> None:
+    def load(self, verify: SpeculativeConfig = UNVERIFIED) -> None:
         """Reads the weights now, and makes what `verify` drafts with, while nothing is decoded or written yet. Raises
         ConfigError where this model or device cannot draft so."""
         _ = self.decoder
@@ -137,13 +137,13 @@ class Session:
         self.kernels, self.fault = "arrays", fault
         print(f"{fault}: array operations instead", file=sys.stderr)
 
-    def check_kernels(self, store: Store, verified: bool = False) -> None:
+    def check_kernels(self, cache_config: CacheConfig, verified: bool = False) -> None:
         """Compiles the kernels that a cache of `store` takes, in verified decoding too where it is `verified`, and
         compares them with array operations, once: before anything is timed or trusted."""
         emulated = self.device == "cpu" and self.kernels != "numba"  # a GPU's kernels in a test
-        if self.kernels == "arrays" or emulated or {(store, verified), (store, True)} & self.checked:
+        if self.kernels == "arrays" or emulated or {(cache_config, verified), (cache_config, True)} & self.checked:
             return
-        self.checked.add((store, verified))
+        self.checked.add((cache_config, verified))
         spec = self.one_unit()
         with Progress("kernels: compiling and checking", "parts") as progress:
             fault = disagreement(
@@ -152,7 +152,7 @@ class Session:
                 self.kernels,
                 spec,
                 self.spec.num_heads,
-                EpsConfig.reading(store),
+                EpsConfig.reading(cache_config),
                 progress,
                 verified,
             )
@@ -216,12 +216,12 @@ class Session:
         generator of `decode.generate`, or of `decode.verified`; everything that can be refused is refused before."""
         self.verify.check(self.config, sampling.temperature, sampling.by)
         self.load(self.verify)
-        self.check_kernels(self.config.store, self.verify.enabled)
-        cache, pool = self.cache(self.config.store, [len(prompt) + max_new_tokens for prompt in prompts])
-        stored = self.stored(self.config.store)
+        self.check_kernels(self.config.cache_config, self.verify.enabled)
+        cache, pool = self.cache(self.config.cache_config, [len(prompt) + max_new_tokens for prompt in prompts])
+        stored = self.stored(self.config.cache_config)
         if stored is not None:
             cache = stored.load(cache, pool, prompts)
-        same = self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.read
+        same = self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.selection_config
         if self.verify.enabled:
             drafter = self.drafter(self.verify)
             steps: Generator[Any, None, Any] = verified(*same, self.verify, stop_tokens, drafter=drafter, ended=ended)
@@ -229,26 +229,28 @@ class Session:
             steps = generate(*same, stop_tokens, ended=ended)
         return steps if stored is None else stored.saving(steps, pool, prompts)
 
-    def stored(self, store: Store) -> StoredPrompts | None:
+    def stored(self, cache_config: CacheConfig) -> StoredPrompts | None:
         """The files of prompts in caches of `store`, where they are kept."""
         if self.cache_dir is None:
             return None
         return stored_prompts(
-            self.cache_dir, self.backend, self.path, self.spec, store, backend=self.backend_name, device=self.device,
-            dtype=self.dtype, kv_dtype=self.kv_dtype, kv_bits=self.kv_bits, kernels=self.kernels,
+            self.cache_dir, self.backend, self.path, self.spec, cache_config, library=self.backend_name,
+            device=self.device, dtype=self.dtype, kv_dtype=self.kv_dtype, kv_bits=self.kv_bits, kernels=self.kernels,
         )  # fmt: skip
 
     def one_unit(self) -> CacheSpec:
-        """Of a cache of a single unit."""
+        """Return the spec of a cache of a single unit."""
         k_bits, v_bits = self.kv_bits
         shape = self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
         return CacheSpec(*shape, 1, self.kv_dtype, k_bits=k_bits, v_bits=v_bits, windows=self.spec.windows)
 
-    def cache_spec(self, store: Store, num_tokens: int | Sequence[int], pool_tokens: int | None = None) -> CacheSpec:
-        """Of a sequence of up to `num_tokens` tokens, or of several, each with its own number; of `pool_tokens` in all
-        where these are given, which must suffice. A cache larger than the machine is refused here; on a GPU its
-        allocator is asked instead."""
-        size = store.unit_tokens
+    def cache_spec(
+        self, cache_config: CacheConfig, num_tokens: int | Sequence[int], pool_tokens: int | None = None
+    ) -> CacheSpec:
+        """Return the spec of a cache for a sequence of up to `num_tokens` tokens, or of several, each with its own
+        number; of `pool_tokens` in all where these are given, which must suffice. A cache larger than the machine is
+        refused here; on a GPU its allocator is asked instead."""
+        size = cache_config.unit_tokens
         lengths = [num_tokens] if isinstance(num_tokens, int) else num_tokens
         needed = sum(-(-length // size) for length in lengths)
         units = needed if pool_tokens is None else pool_tokens // size
@@ -260,23 +262,23 @@ class Session:
         )
         spec = replace(self.one_unit(), num_units=units, max_open_groups=len(lengths))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if self.device == "cpu" and _cache_bytes(spec, store) > memory:
-            raise _too_large(spec, store, f"this machine's {memory / 2**20:,.0f} MiB")
+        if self.device == "cpu" and _cache_bytes(spec, cache_config) > memory:
+            raise _too_large(spec, cache_config, f"this machine's {memory / 2**20:,.0f} MiB")
         return spec
 
     def cache(
-        self, store: Store, num_tokens: int | Sequence[int], pool_tokens: int | None = None
+        self, cache_config: CacheConfig, num_tokens: int | Sequence[int], pool_tokens: int | None = None
     ) -> tuple[Any, PagePool]:
         """(cache, the pool of its units), empty: see `cache_spec`."""
-        spec = self.cache_spec(store, num_tokens, pool_tokens)
+        spec = self.cache_spec(cache_config, num_tokens, pool_tokens)
         try:
-            self.check_kernels(store)
-            cache = self.backend.new_cache(spec, store, self.device, self.kernels)
+            self.check_kernels(cache_config)
+            cache = self.backend.new_cache(spec, cache_config, self.device, self.kernels)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
                 raise
-            raise _too_large(spec, store, self.device) from error
-        return cache, PagePool(spec.num_units, store.unit_tokens)
+            raise _too_large(spec, cache_config, self.device) from error
+        return cache, PagePool(spec.num_units, cache_config.unit_tokens)
 
     def prefix(
         self,
@@ -289,7 +291,7 @@ class Session:
         `observed` is told of their attention. `report` as `generate.prefill` has it."""
         if not tokens:
             return Prefix([], [])
-        cache, pool = replace(self, kv_bits=EXACT).cache(Store(), len(tokens))
+        cache, pool = replace(self, kv_bits=EXACT).cache(CacheConfig(), len(tokens))
         self.decoder.watch = None if observed is None else observed.prompt
         try:
             sequence, cache = prefill(self.decoder, cache, pool, tokens, prefill_chunk, report)
@@ -300,12 +302,12 @@ class Session:
         return Prefix(list(tokens), [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in layers])
 
 
-def _cache_bytes(spec: CacheSpec, store: Store) -> int:
-    return spec.num_layers * spec.num_kv_heads * spec.num_units * store.unit_tokens * spec.kv_token_bytes
+def _cache_bytes(spec: CacheSpec, cache_config: CacheConfig) -> int:
+    return spec.num_layers * spec.num_kv_heads * spec.num_units * cache_config.unit_tokens * spec.kv_token_bytes
 
 
-def _too_large(spec: CacheSpec, store: Store, where: str) -> ConfigError:
+def _too_large(spec: CacheSpec, cache_config: CacheConfig, plan: str) -> ConfigError:
     return ConfigError(
-        f"a cache of {_cache_bytes(spec, store) / 2**20:,.0f} MiB does not fit {where}: lower pool-tokens or shorten "
-        "the context"
+        f"a cache of {_cache_bytes(spec, cache_config) / 2**20:,.0f} MiB does not fit {plan}: lower pool-tokens or "
+        "shorten the context"
     )

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from eps_core.errors import require
-from eps_core.files import records
-from eps_core.telemetry.terminal import TextStream
+from eps_core.io import records
+from eps_core.metrics.terminal import TextStream
 
 
 def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.store import Store
+from eps_core.attention.protocol import Backend
+from eps_core.config.cache import CacheConfig
 from eps_core.errors import ConfigError, one_line, require
-from eps_core.files import caches, outputs, tensors
-from eps_core.gate.protocol import Backend
+from eps_core.io import caches, outputs, tensors
+from eps_core.kv_cache.pool import PagePool, unit_hash
 from eps_core.models.folder import weight_files
 from eps_core.models.spec import ModelSpec
-from eps_core.paging.pool import PagePool, unit_hash
 from eps_core.summaries.keys import CENTRE_TOKENS
 
 FORMAT_VERSION = 5  # raised when a summary says something else, too: 5 since keys are rotated twice
@@ -38,7 +38,7 @@ _CHUNK_BYTES = 2**24
 
 @dataclass
 class StoredCounts:
-    """What one run took from files and put into them, of all its prompts."""
+    """Counts of what one run took from files and put into them, of all its prompts."""
 
     tokens_loaded: int = 0
     bytes_loaded: int = 0
@@ -61,7 +61,7 @@ class StoredPrompts:
     def load(self, cache: Any, pool: PagePool, prompts: Sequence[Sequence[int]]) -> Any:
         """The cache, with the longest stored prefix of each prompt in it, published in the pool. A file that is not
         what it must be is refused in one line on stderr, and a shorter one is tried."""
-        check(cache.store, len(prompts))
+        check(cache.cache_config, len(prompts))
         started = time.perf_counter()
         for prompt in prompts:
             names = self._names(prompt, pool.unit_tokens)
@@ -76,7 +76,7 @@ class StoredPrompts:
                     arrays, size = self._read(path, cache, tokens, num_units)
                 except (ValueError, OSError) as error:
                     reason = getattr(error, "strerror", None) or one_line(error)
-                    print(f"stored prompt {path} is not used ({reason}): it is made anew", file=sys.stderr)
+                    print(f"stored prompt {path} is not used ({reason}): it is made again", file=sys.stderr)
                     continue
                 cache = self._into(cache, pool, tokens, arrays)
                 self._sound.add(path.name)
@@ -94,7 +94,7 @@ class StoredPrompts:
             sequence, num_tokens = pool.open(prompt[:-1])
             units = list(sequence.table)
             pool.free(sequence)
-            if not units or (cache.store.bound_bits and num_tokens < CENTRE_TOKENS):
+            if not units or (cache.cache_config.bound_bits and num_tokens < CENTRE_TOKENS):
                 continue
             path = self._path(self._names(prompt, pool.unit_tokens)[len(units) - 1])
             if path.name in self._sound:
@@ -119,7 +119,7 @@ class StoredPrompts:
         return cache
 
     def _names(self, prompt: Sequence[int], unit_tokens: int) -> list[str]:
-        """Of the files of each number of whole units, from one on, that prefill finds of a prompt in a pool."""
+        """Return the names of the files of each number of whole units, from one on, that prefill finds of a prompt."""
         settings = {name: value for name, value in self.identity.items() if name != "weights"}
         parent = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).digest()
         names = []
@@ -135,8 +135,8 @@ class StoredPrompts:
         """(arrays for `import_units`, bytes of the file). Raises ValueError, which says why, or OSError."""
         metadata, arrays, data = tensors.read(path)
         try:
-            told = json.loads(metadata[METADATA_KEY])
-            version, identity, content = told["format_version"], told["identity"], told["blake2b"]
+            given = json.loads(metadata[METADATA_KEY])
+            version, identity, content = given["format_version"], given["identity"], given["blake2b"]
             differing = [name for name in self.identity if identity.get(name) != self.identity[name]]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ValueError("foreign: a safetensors file, but no stored prompt of EPS") from None
@@ -169,8 +169,8 @@ class StoredPrompts:
         """Returns the file's bytes."""
         arrays = {"tokens": np.array(tokens, np.int64), **self.backend.export_units(cache, units)}
         rows = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values()]
-        told = {"format_version": FORMAT_VERSION, "identity": self.identity, "blake2b": _digest(*rows)}
-        start, size = tensors.header({METADATA_KEY: json.dumps(told)}, _layout(arrays, len(units), len(tokens)))
+        given = {"format_version": FORMAT_VERSION, "identity": self.identity, "blake2b": _digest(*rows)}
+        start, size = tensors.header({METADATA_KEY: json.dumps(given)}, _layout(arrays, len(units), len(tokens)))
         with outputs.replacing(path, "wb") as file:
             file.write(start)
             for row in rows:
@@ -205,12 +205,17 @@ def weights_digest(path: Path) -> str:
 
 
 def stored_prompts(
-    folder: Path, eps: Backend, path: Path, spec: ModelSpec, store: Store, **settings: Any
+    folder: Path, backend: Backend, path: Path, spec: ModelSpec, cache_config: CacheConfig, **settings: Any
 ) -> StoredPrompts:
     """The files in `folder` of the model at `path`, for caches of `store`; `settings`: what else its K depends
     on."""
-    identity = {"weights": weights_digest(path), "model": asdict(spec), "store": asdict(store), **settings}
-    return StoredPrompts(folder, eps, json.loads(json.dumps(identity)))
+    identity = {
+        "weights": weights_digest(path),
+        "model": asdict(spec),
+        "cache_config": asdict(cache_config),
+        **settings,
+    }
+    return StoredPrompts(folder, backend, json.loads(json.dumps(identity)))
 
 
 def check_folder(folder: Path, model: Path) -> None:
@@ -221,12 +226,12 @@ def check_folder(folder: Path, model: Path) -> None:
         raise ConfigError(f"--cache-dir {folder} is the model's own directory: give another path")
 
 
-def check(store: Store, num_prompts: int) -> None:
+def check(cache_config: CacheConfig, num_prompts: int) -> None:
     """Raises ConfigError where prompts of such caches cannot be kept."""
     require(
-        num_prompts == 1 or not store.bound_bits,
-        "--cache-dir keeps codes about a centre of one prompt alone, since those of a batch share the centre of its "
-        "first keys: give one prompt, or leave out --eps-bound-bits",
+        num_prompts == 1 or not cache_config.bound_bits,
+        "--cache-dir keeps codes about a centroid of one prompt alone, since those of a batch share the centroid of "
+        "its first keys: give one prompt, or leave out --eps-bound-bits",
     )
 
 

@@ -1,4 +1,4 @@
-"""Verified decoding: gated steps draft, one dense pass verifies all drafts at once and overwrites what they wrote.
+"""Verified decoding: sparse steps draft, one dense pass verifies all drafts at once and overwrites what they wrote.
 
 The text is the dense one whatever the drafts were (prior art: self-speculation with the target's own
 sparse cache, as in TriForce, MagicDec, SparseSpec and Vegas). After every round cache, summaries and pool are those of
@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.read import Read
-from eps_core.config.verify import Verify
+from eps_core.attention.protocol import Selection
+from eps_core.attention.stats import StepOutput, VerifyOutput
+from eps_core.config.selection import SelectionConfig
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.accept import Said, accept
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import append, check_prompts, prefill, report_of
@@ -22,12 +24,10 @@ from eps_core.decode.pace import Pace
 from eps_core.decode.round_records import draft_audit, round_record
 from eps_core.decode.sampling import Sampling, draw, drawable
 from eps_core.errors import ConfigError
-from eps_core.gate.protocol import Selection
-from eps_core.gate.stats import StepOutput, VerifyOutput
-from eps_core.paging.pool import PagePool
-from eps_core.paging.pool import Sequence as PagedSequence
-from eps_core.paging.rows import Rows
-from eps_core.telemetry.rounds import RoundRecord
+from eps_core.kv_cache.pool import PagePool
+from eps_core.kv_cache.pool import Sequence as PagedSequence
+from eps_core.kv_cache.rows import Rows
+from eps_core.metrics.rounds import RoundRecord
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Drafted:
     slots: np.ndarray  # wanted + 1 reserved ones
     tokens: list[int] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)  # [V] of each draft step
-    visited: list[tuple[int, int]] = field(default_factory=list)  # of each: which draft step, which of its sequences
+    selected: list[tuple[int, int]] = field(default_factory=list)  # of each: which draft step, which of its sequences
 
 
 class Verifier:
@@ -52,15 +52,15 @@ class Verifier:
         cache: Any,
         pool: PagePool,
         sampling: Sampling,
-        read: Read,
-        verify: Verify,
+        selection_config: SelectionConfig,
+        verify: SpeculativeConfig,
         stop_tokens: Collection[int] = (),
         drafter: Decoder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.decoder, self.drafter = decoder, drafter or decoder
         self.cache, self.pool, self.sampling, self.verify = cache, pool, sampling, verify
-        self.min_context, self.read = read.min_context, verify.draft_read(read)
+        self.min_context, self.selection_config = selection_config.min_context, verify.draft_selection(selection_config)
         self.stop, self.clock = frozenset(stop_tokens), clock
         self.pace = Pace(verify)
         self.num_rounds = 0
@@ -132,7 +132,7 @@ class Verifier:
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         if copies:
-            self.cache = self.decoder.eps.copy_units(self.cache, *zip(*copies, strict=True))
+            self.cache = self.decoder.backend.copy_units(self.cache, *zip(*copies, strict=True))
 
     # ---- without drafts ----
 
@@ -140,7 +140,7 @@ class Verifier:
         alive = sorted(sequences)
         slots = []
         for index in alive:
-            own, self.cache = append(self.decoder.eps, self.cache, self.pool, sequences[index], [fed[index]])
+            own, self.cache = append(self.decoder.backend, self.cache, self.pool, sequences[index], [fed[index]])
             slots.append(own)
         running = [sequences[index] for index in alive]
         lengths = self.pool.lengths(running)
@@ -212,8 +212,8 @@ class Verifier:
     def _draft(
         self, parts: list[_Drafted], fed: dict[int, int], table: np.ndarray, fallbacks: dict[str, int]
     ) -> list[StepOutput]:
-        """Fills `tokens` and `logits` of the parts, a gated step at a time; a sequence leaves at a stop token, or where
-        its logits are not finite."""
+        """Fills `tokens` and `logits` of the parts, a sparse step at a time; a sequence leaves at a stop token, or
+        where its logits are not finite."""
         outputs: list[StepOutput] = []
         while active := [i for i, part in enumerate(parts) if len(part.tokens) == len(outputs) < part.wanted]:
             depth = len(outputs)
@@ -225,7 +225,7 @@ class Verifier:
                 np.array([part.slots[depth] for part in now]),
                 table[active],
                 lengths,
-                self.read,
+                self.selection_config,
                 draft=True,
             )
             outputs.append(output)
@@ -237,7 +237,7 @@ class Verifier:
                 token = draw(logits, self.sampling, part.index, int(lengths[row])).token
                 part.tokens.append(token)
                 part.logits.append(logits)
-                part.visited.append((depth, row))
+                part.selected.append((depth, row))
                 if token in self.stop:
                     part.wanted = depth + 1
         return outputs
@@ -252,14 +252,14 @@ class Verifier:
         return done
 
     def _visited(self, parts: list[_Drafted], outputs: list[StepOutput]) -> list[list[tuple[Selection, int] | None]]:
-        """Of each layer and row what the draft of its token visited; nothing where drafts do not say."""
+        """Return, of each layer and row, what the draft of its token selected; nothing where drafts do not say."""
         if not outputs or not all(output.selections for output in outputs):
             return []
         found: list[list[tuple[Selection, int] | None]] = []
         for layer in range(self.cache.spec.num_layers):
             rows: list[tuple[Selection, int] | None] = []
             for part in parts:
-                for depth, row in part.visited:
+                for depth, row in part.selected:
                     selection = outputs[depth].selections[layer]
                     rows.append(None if selection is None else (selection, row))
                 rows.append(None)  # the last row's token was not drafted from
@@ -278,7 +278,7 @@ class Verifier:
             self.pool.commit(sequences[part.index], [fed[part.index], *one.tokens[:-1]])
 
     def _weights(self, drafts: int, verifies: int) -> dict[str, int]:
-        """What so many passes over the drafter's and the decoder's weights read."""
+        """Return the bytes that so many passes over the drafter's and the decoder's weights read."""
         num_bytes = drafts * self.drafter.model.weight_bytes + verifies * self.decoder.model.weight_bytes
         return {"weight_passes": drafts + verifies, "bytes_weights": num_bytes}
 
@@ -290,8 +290,8 @@ def verified(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
-    read: Read,
-    verify: Verify,
+    selection_config: SelectionConfig,
+    verify: SpeculativeConfig,
     stop_tokens: Collection[int] = (),
     prefill_chunk: int = 512,
     on_prefill: Callable[[int, int, int], None] | None = None,
@@ -310,7 +310,7 @@ def verified(
             sequences[index], cache = prefill(
                 decoder, cache, pool, prompt[:-1], prefill_chunk, report_of(on_prefill, index)
             )
-        run = Verifier(decoder, cache, pool, sampling, read, verify, stop_tokens, drafter, clock)
+        run = Verifier(decoder, cache, pool, sampling, selection_config, verify, stop_tokens, drafter, clock)
         fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
         room = dict.fromkeys(sequences, max_new_tokens)
         while max_new_tokens and sequences:

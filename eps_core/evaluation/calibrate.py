@@ -1,7 +1,7 @@
-"""Calibration: how sparse each head of a model is on a text, which heads retrieve, and from which context gating pays.
+"""Calibration: how sparse each head of a model is on a text, which heads retrieve, and where sparse attention pays.
 
 The heads' figures come from the true masses of a dense decode, so they say what the best possible summary could skip.
-From where gating pays is measured with the method itself: where it keeps its KL, and where it saves time.
+From where sparse attention pays is measured with the method itself: where it keeps its KL, and where it saves time.
 DuoAttention (Xiao et al. 2024) trains a gate for each head; here a head is classed on the fly by the share of its mass
 that lies outside the first and the last tokens, without training.
 """
@@ -19,12 +19,12 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.heads import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
-from eps_core.evaluation.capture import Recording, first_tokens, model_name, record
+from eps_core.evaluation.capture import Recording, model_name, num_sink_tokens, record
 from eps_core.evaluation.merits import truth_of
 from eps_core.evaluation.pays import timing
 from eps_core.evaluation.runner import DENSE, Document, run_batch
-from eps_core.files import outputs
-from eps_core.telemetry import provenance, terminal
+from eps_core.io import outputs
+from eps_core.metrics import provenance, terminal
 
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.125, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
 MASS = 0.99  # share of the softmax that a head is said to need
@@ -33,13 +33,13 @@ MOST_KL = 0.01  # nats of the next token, mean: what the defaults aim at
 
 @dataclass(frozen=True)
 class CalibrateRequest:
-    """What the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
+    """Settings that the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
 
     output: Path
     config: EpsConfig  # whose groups heads are judged by, and of which it is measured from where it pays
     model: Path | None = None
     text: Path | None = None
-    context_tokens: int | None = None  # None: see `first_tokens`
+    context_tokens: int | None = None  # None: see `num_sink_tokens`
     num_steps: int = 32
     sink_tokens: int = 16
     recent_tokens: int = 128
@@ -66,7 +66,7 @@ def layer_curves(
     v: np.ndarray,
     lengths: np.ndarray,
     scale: float,
-    group_tokens: int,
+    group_size: int,
     sink_tokens: int,
     recent_tokens: int,
 ) -> LayerCurves:
@@ -78,7 +78,7 @@ def layer_curves(
     keys, values = (np.ascontiguousarray(x.swapaxes(0, 1).astype(np.float64)) for x in (k, v))
     curves, needed, outside = [], [], []
     for step, length in enumerate(lengths.tolist()):
-        truth = truth_of(q[step], keys[:, :length], values[:, :length], scale, group_tokens)
+        truth = truth_of(q[step], keys[:, :length], values[:, :length], scale, group_size)
         groups = truth.shares.shape[2]
         order = np.argsort(-truth.log_masses.max(axis=1), axis=1, kind="stable")[:, None]
         held = np.cumsum(np.take_along_axis(truth.shares, order, axis=2), axis=2).mean(axis=1)
@@ -102,8 +102,8 @@ def classify(outside: np.ndarray, streaming_share: float) -> tuple[tuple[str, ..
 
 @dataclass(frozen=True)
 class Kept:
-    """How far a config moved the next token at one context: mean KL(dense || gated) in nats along the text's steps, and
-    bytes read, summaries included, over dense."""
+    """How far a config moved the next token at one context: mean KL(dense || sparse) in nats along the text's steps,
+    and bytes read, summaries included, over dense."""
 
     context: int
     kl_mean: float
@@ -120,7 +120,7 @@ def contexts_below(context: int, least: int | None) -> list[int]:
 
 
 def kept_at(session: Session, config: EpsConfig, recording: Recording, tokens: list[int], num_steps: int) -> list[Kept]:
-    """What a config keeps at the recorded context and its halves, each along the tokens that follow there."""
+    """Return how close a config stays to dense at the recorded context and its halves, along the tokens after each."""
     found = []
     for context in contexts_below(len(tokens) - num_steps, config.sparse_from):
         document = Document.along(tokens[: context + num_steps], num_steps)
@@ -128,10 +128,10 @@ def kept_at(session: Session, config: EpsConfig, recording: Recording, tokens: l
         kv = [read(recording.cache, layer, recording.table, context) for layer in layers]
         prefixes = [Prefix(tokens[:context], kv)]
         dense = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes)[DENSE]
-        gated = run_batch(session, [document], {DENSE: config}, prefixes, dense)[DENSE]
-        assert gated.kl is not None
-        read_bytes, all_bytes = gated.bytes_read()
-        found.append(Kept(context, max(float(gated.kl.mean()), 0.0), read_bytes / all_bytes))
+        sparse = run_batch(session, [document], {DENSE: config}, prefixes, dense)[DENSE]
+        assert sparse.kl is not None
+        read_bytes, all_bytes = sparse.bytes_read()
+        found.append(Kept(context, max(float(sparse.kl.mean()), 0.0), read_bytes / all_bytes))
     return found
 
 
@@ -153,14 +153,14 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
     session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
     spec = session.spec
     spec.require_full_attention("calibrate")
-    text = first_tokens(session, request.text, request.context_tokens, request.num_steps)
+    text = num_sink_tokens(session, request.text, request.context_tokens, request.num_steps)
     context = len(text.tokens) - request.num_steps
-    dense = EpsConfig.of(block_size=config.store.block_size)
+    dense = EpsConfig.of(block_size=config.cache_config.block_size)
     recording = record(session, text.tokens, context, range(spec.num_layers), dense)
     scale = spec.head_dim**-0.5
     found = [
         layer_curves(
-            recording.q[layer], *recording.keys_values(layer), recording.lengths, scale, config.store.S,
+            recording.q[layer], *recording.keys_values(layer), recording.lengths, scale, config.cache_config.S,
             request.sink_tokens, request.recent_tokens,
         )
         for layer in range(spec.num_layers)
@@ -199,9 +199,9 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
         dense_layers=dense_layers,
         head_modes=modes_of(classes, dense_layers),
     )
-    gated = np.array([[mode == "gate" for mode in heads] for heads in policy.head_modes])
+    sparse = np.array([[mode == "gate" for mode in heads] for heads in policy.head_modes])
     out.write(_table(policy, needed, outside, config, out) + "\n\n")
-    out.write(_verdict(policy, int(gated.sum()), gated.size) + "\n\n")
+    out.write(_verdict(policy, int(sparse.sum()), sparse.size) + "\n\n")
     kept = kept_at(session, config, recording, text.tokens, request.num_steps)
     time_from = timing(
         session.backend, session.device, session.kernels, session.one_unit(), spec.num_heads, config, spec.max_context
@@ -216,12 +216,12 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
     return {
         "policy": str(request.output),
         "model": policy.model,
-        "gated_heads": int(gated.sum()),
-        "heads": gated.size,
+        "sparse_heads": int(sparse.sum()),
+        "heads": sparse.size,
         "retrieval_heads": sum(kind == "retrieval" for heads in classes for kind in heads),
         "dense_layers": list(dense_layers),
         "fraction_needed_mean": float(needed.mean()),
-        "sparse_enough": bool(gated.any()),
+        "sparse_enough": bool(sparse.any()),
         "kept": [asdict(one) for one in kept],
         "kl_from_tokens": kl_from(kept),
         "time_from_tokens_est": saves,
@@ -261,25 +261,25 @@ def _table(
     window = "first {sink_tokens} and last {recent_tokens} tokens".format(**policy.settings)
     return (
         terminal.table(rows, header, out)
-        + f"\n\nTrue masses of groups of {config.store.S} tokens at {policy.settings['context_tokens']:,} tokens, "
-        f"means over {policy.settings['num_steps']} steps and the kv heads; outside: the {window}."
+        + f"\n\nTrue masses of groups of {config.cache_config.S} tokens at {policy.settings['context_tokens']:,} "
+        f"tokens, means over {policy.settings['num_steps']} steps and the kv heads; outside: the {window}."
     )
 
 
-def _verdict(policy: HeadPolicy, num_gated: int, num_heads: int) -> str:
-    if not num_gated:
+def _verdict(policy: HeadPolicy, num_sparse: int, num_heads: int) -> str:
+    if not num_sparse:
         return (
-            "This model is not sparse enough on this text: no kv head is worth gating. Every one of them is streaming "
-            "or in a layer that needs most of its groups; leave EPS off."
+            "This model is not sparse enough on this text: no kv head is worth sparse attention. Every one of them is "
+            "streaming or in a layer that needs most of its groups; leave EPS off."
         )
     dense = f"; layers {', '.join(map(str, policy.dense_layers))} stay dense" if policy.dense_layers else ""
-    return f"{num_gated} of {num_heads} kv heads are worth gating{dense}."
+    return f"{num_sparse} of {num_heads} kv heads are worth sparse attention{dense}."
 
 
 def pays_line(config: EpsConfig, context: int, kept: Sequence[Kept], saves: int | None, timed: bool) -> str:
     """From where a config pays, in a sentence or two: where its KL is kept, and where one layer takes less time than a
     dense one (`saves`; None: at no context of the model, or nobody `timed` it)."""
-    method, floor = config.store.method, config.sparse_from
+    method, floor = config.cache_config.method, config.sparse_from
     if floor is None or not kept:
         least = "any" if floor is None else f"less than {floor:,}"
         return (

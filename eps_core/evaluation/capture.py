@@ -4,7 +4,7 @@ large model without running it again (`evaluation.replay`).
 A text is prefilled densely, then decoded token by token along itself. Every chosen layer i leaves `layers.i.q`
 [steps, Hq, D] float32 (unscaled, after norm and RoPE, exactly as attention used it), and `layers.i.k`, `layers.i.v`
 [context + steps, Hkv, D] in the cache's dtype; `lengths` [steps] int64 are the tokens that each step attended. What ran
-is JSON under `METADATA_KEY` of the file's metadata. Letters as in `gate.protocol`.
+is JSON under `METADATA_KEY` of the file's metadata. Letters as in `attention.protocol`.
 """
 
 import hashlib
@@ -20,20 +20,20 @@ import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensor
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from eps_core.attention.protocol import Array, Backend
 from eps_core.config.bytes import kv_bytes
+from eps_core.config.cache import DTYPE_BYTES
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.generate import prefill
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError, one_line, shown
 from eps_core.evaluation.runner import Document, decode, usual_context
-from eps_core.files import inputs, outputs, tensors
-from eps_core.files.records import Between, read_record
-from eps_core.gate.protocol import Array, Backend
+from eps_core.io import inputs, outputs, tensors
+from eps_core.io.records import Between, read_record
+from eps_core.metrics import provenance, terminal
 from eps_core.models.spec import ModelSpec
 from eps_core.tasks.corpus import corpus_or_text
-from eps_core.telemetry import provenance, terminal
 
 Size = Annotated[int, Between(1, 2**40)]
 FORMAT_VERSION = 1
@@ -42,7 +42,7 @@ METADATA_KEY = "eps_capture"
 
 @dataclass(frozen=True)
 class CaptureInfo:
-    """What ran. Written as JSON, read back strictly."""
+    """Facts about the run of a capture. Written as JSON, read back strictly."""
 
     format_version: int
     model: str  # name of its directory, or demo
@@ -110,13 +110,13 @@ class Text:
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """What the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
+    """Settings that the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
 
     output: Path
     config: EpsConfig = field(default_factory=EpsConfig)
     model: Path | None = None
     text: Path | None = None
-    context_tokens: int | None = None  # None: see `first_tokens`
+    context_tokens: int | None = None  # None: see `num_sink_tokens`
     num_steps: int = 32
     layers: tuple[int, ...] | None = None  # None: all
     backend: str = "auto"
@@ -125,7 +125,7 @@ class CaptureRequest:
     kv_dtype: str = "auto"
 
 
-def first_tokens(session: Session, path: Path | None, context: int | None, num_steps: int = 0) -> Text:
+def num_sink_tokens(session: Session, path: Path | None, context: int | None, num_steps: int = 0) -> Text:
     """`context` and `num_steps` tokens from the start of a text, None: of the shipped corpus. A `context` of None
     is `usual_context`, or what the text holds."""
     num_tokens = (usual_context(session.spec, num_steps) if context is None else context) + num_steps
@@ -152,10 +152,10 @@ def record(
     config: EpsConfig,
     prefill_chunk: int = 512,
 ) -> Recording:
-    """Prefills a text's first `context_tokens` densely and decodes the rest of it token by token, gated by `config`;
+    """Prefills a text's first `context_tokens` densely and decodes the rest of it token by token, sparse by `config`;
     queries of the chosen layers are kept."""
     backend, decoder, num_steps = session.backend, session.decoder, len(tokens) - context_tokens
-    cache, pool = session.cache(config.store, len(tokens))
+    cache, pool = session.cache(config.cache_config, len(tokens))
     with terminal.Progress("text: prefill", "tokens") as progress:
         sequence, cache = prefill(decoder, cache, pool, tokens[:context_tokens], prefill_chunk, progress)
     taken: dict[int, list[np.ndarray]] = {layer: [] for layer in layers}
@@ -167,7 +167,7 @@ def record(
     decoder.tap = tap
     try:
         document = Document.along(tokens, num_steps)
-        _, cache = decode(session, cache, pool, [document], config.read, written=[sequence])
+        _, cache = decode(session, cache, pool, [document], config.selection_config, written=[sequence])
     finally:
         decoder.tap = None
     lengths = np.arange(context_tokens + 1, len(tokens) + 1)
@@ -176,7 +176,7 @@ def record(
 
 
 def model_name(session: Session) -> str:
-    """What a file that others may read calls the model: its directory's name, not where it lies."""
+    """Return the model's name in a file that others may read: its directory's name, not where it lies."""
     return session.model if session.model == "demo" else session.path.resolve().name
 
 
@@ -197,14 +197,12 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
 def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
     session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
     spec = session.spec
-    text = first_tokens(session, request.text, request.context_tokens, request.num_steps)
+    text = num_sink_tokens(session, request.text, request.context_tokens, request.num_steps)
     context = len(text.tokens) - request.num_steps
     layers = spec.full if request.layers is None else tuple(sorted(set(request.layers)))
     unknown = [layer for layer in layers if not 0 <= layer < spec.num_layers]
     if unknown:
-        raise ConfigError(
-            f"layer {unknown[0]} is not in the model, which has 0 to {spec.num_layers - 1}: mend --layers"
-        )
+        raise ConfigError(f"layer {unknown[0]} is not in the model, which has 0 to {spec.num_layers - 1}: fix --layers")
     windowed = [layer for layer in layers if layer in spec.windowed]
     if windowed or not layers:
         raise ConfigError(

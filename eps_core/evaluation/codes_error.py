@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.config.cache import CacheConfig
 from eps_core.config.formats import AS_THEY_ARE, EXACT, FORMATS, KvFormats, as_given, described
-from eps_core.config.store import Store
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document, Outcome, decode
@@ -26,7 +26,7 @@ class CodesError:
     milder: tuple[KvFormats, float] | None = None  # where `kl` is above the limit: K in 8 bits, and its KL
 
     def line(self, dtype: str) -> str:
-        """What a run's header says of it: the value, and above the limit that and what to use instead."""
+        """Return the line of a run's header about it: the value, and above the limit that and what to use instead."""
         text = (
             f"{described(dtype, self.kv_bits)}: KL {self.kl:.4f} from the model's own dense, mean of {self.num_steps} "
         )
@@ -64,7 +64,7 @@ def codes_error(session: Session, prompt: list[int]) -> CodesError | None:
 def _decoded(session: Session, kv_bits: KvFormats, document: Document, prefix: Prefix) -> Outcome:
     """A dense decode of a document over a cache in these formats."""
     other = session if kv_bits == session.kv_bits else replace(session, kv_bits=kv_bits, checked=set())
-    cache, pool = other.cache(Store(), len(prefix.tokens) + document.num_steps)
+    cache, pool = other.cache(CacheConfig(), len(prefix.tokens) + document.num_steps)
     written, cache = prefix.into(session.backend, cache, pool, document.num_steps)
     known: dict[str, Any] = {"decoder": session.decoder, "written": [written], "keep_logits": True}
     outcome, _ = decode(session, cache, pool, [document], None, **known)

@@ -1,4 +1,4 @@
-"""One `eps-proto run`: checks everything first, prefills once, decodes densely and gated from there, and compares."""
+"""One `eps-proto run`: checks everything first, prefills once, decodes densely and sparse from there, and compares."""
 
 import time
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from eps_core.config.cache import CacheConfig
 from eps_core.config.formats import described
-from eps_core.config.store import Store
 from eps_core.decode.cost import Cost, cost_of
 from eps_core.decode.generate import tokens_of
 from eps_core.decode.prompts import prompt_texts
@@ -17,17 +17,17 @@ from eps_core.decode.session import Session
 from eps_core.decode.stored import check as check_stored
 from eps_core.evaluation.codes_error import codes_error
 from eps_core.evaluation.evicted import EvictedCaches
+from eps_core.evaluation.outcomes import Ran, alike, prompt_line, report
 from eps_core.evaluation.pays import timing
 from eps_core.evaluation.prefilled import Caches, Job, Prefilled, prefilled
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import UNVERIFIED, Document, Outcome, decode
-from eps_core.evaluation.sides import Ran, alike, prompt_line, report
-from eps_core.files import outputs
+from eps_core.io import outputs
+from eps_core.metrics import provenance, terminal
+from eps_core.metrics.rounds import ROUND_KEYS, RoundRecord
+from eps_core.metrics.steps import STEP_KEYS, StepRecord, kl_divergence, write_csv
 from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus
-from eps_core.telemetry import provenance, terminal
-from eps_core.telemetry.rounds import ROUND_KEYS, RoundRecord
-from eps_core.telemetry.steps import STEP_KEYS, StepRecord, kl_divergence, write_csv
 
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
 DEMO_SEED = 1
@@ -56,15 +56,15 @@ def prepare(request: RunRequest) -> Job:
     caches = EvictedCaches() if request.keep.enabled else Caches()
     job = Job(request, session, dense, documents, answer, caches)
     if request.cache_dir is not None:
-        check_stored(request.config.store, len(prompts))
-    pool = session.cache_spec(*job.room(request.config.store))
+        check_stored(request.config.cache_config, len(prompts))
+    pool = session.cache_spec(*job.room(request.config.cache_config))
     dense.check_kernels(job.dense_store, request.verify.enabled)
-    session.check_kernels(request.config.store, request.verify.enabled)
+    session.check_kernels(request.config.cache_config, request.verify.enabled)
     if request.auto_min_context:
         job.cost, _ = cost_of(
             session.backend, session.device, session.kernels, pool, spec.num_heads, request.config, spec.max_context
         )
-        # where gating never pays, everything that the model can hold is below the least context
+        # where sparse attention never pays, everything that the model can hold is below the least context
         least = spec.max_context + 1 if job.cost.min_context is None else job.cost.min_context
         job.request = replace(request, config=request.config.replace(min_context=least))
     session.load(request.verify)
@@ -77,15 +77,15 @@ def prepare(request: RunRequest) -> Job:
 def _warm_up(job: Job) -> None:
     """Takes the model's first steps, which set the array library up, before anything is timed."""
     session, tokens = job.session, job.documents[0].prompt[:WARM_UP_TOKENS]
-    cache, pool = session.cache(Store(), len(tokens) + 2)
+    cache, pool = session.cache(CacheConfig(), len(tokens) + 2)
     decode(session, cache, pool, [Document(tokens, 2)], None)
 
 
 def _describe(cost: Cost) -> str:
-    rows = zip(cost.contexts, cost.dense_ms, cost.gated_ms, strict=True)
-    measured = ", ".join(f"{context:,} tokens {dense:.2f} / {gated:.2f}" for context, dense, gated in rows)
+    rows = zip(cost.contexts, cost.dense_ms, cost.sparse_ms, strict=True)
+    measured = ", ".join(f"{context:,} tokens {dense:.2f} / {sparse:.2f}" for context, dense, sparse in rows)
     pays = "at no context" if cost.min_context is None else f"from {cost.min_context:,} tokens on"
-    return f"gating pays {pays} (ms of one layer, dense / gated: {measured})"
+    return f"sparse attention pays {pays} (ms of one layer, dense / sparse: {measured})"
 
 
 def demo_document() -> needle.NeedleDocument:
@@ -97,16 +97,16 @@ def _decode(
     name: str,
     filled: Prefilled,
     on_record: Callable[[Any], None] | None = None,
-    forced: list[list[int]] | None = None,
+    always_selected: list[list[int]] | None = None,
 ) -> Outcome:
     """One side's decode of the prompts; each step's record is handed over as it comes. What it wrote is taken back."""
     request, held, documents = job.request, filled[name], job.documents
     ttft_ms: float | None = None
     started = time.perf_counter()
-    if forced is not None:
+    if always_selected is not None:
         documents = [
-            replace(one, num_steps=len(tokens), forced=tokens[:-1])
-            for one, tokens in zip(documents, forced, strict=True)
+            replace(one, num_steps=len(tokens), always_selected=tokens[:-1])
+            for one, tokens in zip(documents, always_selected, strict=True)
         ]
 
     def first_of(record: StepRecord | RoundRecord) -> None:
@@ -120,7 +120,7 @@ def _decode(
         held.cache,
         held.pool,
         documents,
-        request.config.read,
+        request.config.selection_config,
         request.sampling,
         first_of,
         time_every=job.session.time_every,
@@ -176,8 +176,8 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         _print_header(job, out)
         measured = "eps" if changes else "dense"  # the side that metrics and csv speak of
 
-        def streamed(side_name: str) -> Outcome:
-            name = job.labels[side_name].lower()
+        def streamed(outcome_name: str) -> Outcome:
+            name = job.labels[outcome_name].lower()
             label = f"{name:5} > "
             text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
             progress = terminal.Progress(f"{name}: decode", "tokens")
@@ -187,7 +187,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
 
             def on_record(record: StepRecord | RoundRecord) -> None:
                 nonlocal num_said
-                if metrics is not None and side_name == measured:
+                if metrics is not None and outcome_name == measured:
                     metrics.write(record.to_dict())
                 num_said += len(record.tokens)
                 if alone:
@@ -197,7 +197,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     progress(num_said, request.max_new_tokens * len(job.documents))
 
             with progress:
-                side = _decode(job, side_name, filled, on_record)
+                side = _decode(job, outcome_name, filled, on_record)
             if alone:
                 text.flush()
                 out.write("\n")
@@ -282,21 +282,21 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.write(prompt_line(job.prompt_lengths, job.answer))
     out.write(f"eps     {terminal.describe(request.config)}\n")
     longest = max(job.prompt_lengths) + job.num_new
-    if request.config.store.enabled and request.config.reads_all(0, [longest]):
+    if request.config.cache_config.enabled and request.config.reads_all(0, [longest]):
         out.write(f"note    every step is dense: the budget covers all of up to {longest:,} tokens\n")
     out.write(job.caches.header(job))
     if request.verify.enabled:
         out.write(f"verify  {terminal.describe_verify(request.verify)}\n")
     if job.cost is not None:
         out.write(f"        {_describe(job.cost)}\n")
-    if request.method_is_default and request.config.store.enabled:
+    if request.method_is_default and request.config.cache_config.enabled:
         out.write("        (the demo's default; --method off turns it off)\n")
     out.write("\n")
     out.flush()
 
 
 def _divergence(job: Job, filled: Prefilled, dense: Outcome) -> dict[str, float | None]:
-    """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens."""
+    """KL(dense || sparse) of the next-token distribution in nats, both fed the dense run's tokens."""
     values: list[float] = []
     agree: list[bool] = []
 
@@ -307,7 +307,7 @@ def _divergence(job: Job, filled: Prefilled, dense: Outcome) -> dict[str, float 
         agree.extend((got.argmax(-1) == want.argmax(-1)).tolist())
         record.logits = None  # a vocabulary a step: not to be held for the whole run
 
-    _decode(job, "kl", filled, on_record, forced=dense.tokens)
+    _decode(job, "kl", filled, on_record, always_selected=dense.tokens)
     return {
         "kl_mean": float(np.mean(values)) if values else None,
         "kl_max": max(values, default=None),

@@ -10,29 +10,29 @@ from typing import Any, TextIO
 import numpy as np
 from tokenizers import Tokenizer
 
+from eps_core.attention.stats import StepOutput
+from eps_core.config.cache import DTYPE_BYTES, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decode.prompts import encode_prompts, prompt_texts
 from eps_core.decode.sampling import Sampling
-from eps_core.engine.plan import Plan
-from eps_core.engine.protocol import Engine
-from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import demo_document
+from eps_core.evaluation.outcomes import Ran, prompt_line, report
 from eps_core.evaluation.pays import PaysFrom, timing
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import Outcome
-from eps_core.evaluation.sides import Ran, prompt_line, report
-from eps_core.files import outputs
-from eps_core.gate.stats import StepOutput
+from eps_core.integrations.plan import Plan
+from eps_core.integrations.protocol import Engine
+from eps_core.integrations.settings import Settings
+from eps_core.io import outputs
 from eps_core.load import backend_of
+from eps_core.metrics import provenance, terminal
+from eps_core.metrics.rounds import ROUND_KEYS
+from eps_core.metrics.steps import STEP_KEYS, StepRecord, step_record, write_csv
 from eps_core.models.chat import render
 from eps_core.models.config import read_heads, read_limits
 from eps_core.models.hub import resolve_for_engine
 from eps_core.models.tokenizer import encode, load_tokenizer
-from eps_core.telemetry import provenance, terminal
-from eps_core.telemetry.rounds import ROUND_KEYS
-from eps_core.telemetry.steps import STEP_KEYS, StepRecord, step_record, write_csv
 
 # before anything is timed: engines set themselves up, too
 WARM_UP_TOKENS, WARM_UP_NEW = 256, 3
@@ -80,36 +80,37 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             pass
         decoded: dict[str, _Decoded] = {}
         for side in ("dense", "eps") if request.baseline else ("eps",):
-            engine.gated.take_records()
-            engine.gated.take_rounds()
-            engine.gated.reset()
+            engine.sparse.take_records()
+            engine.sparse.take_rounds()
+            engine.sparse.reset()
             decoded[side] = _decode(request, engine, prompts, ends, side, tokenizer, out)
         verified = settings.verify.enabled
-        outcome = Outcome(rounds=engine.gated.take_rounds()) if verified else None
-        outcome = outcome or Outcome(_gated_records(decoded["eps"], engine))
-        sides = {"eps": decoded["eps"].side(outcome, tokenizer)}
+        outcome = Outcome(rounds=engine.sparse.take_rounds()) if verified else None
+        outcome = outcome or Outcome(_sparse_records(decoded["eps"], engine))
+        outcomes = {"eps": decoded["eps"].side(outcome, tokenizer)}
         if request.baseline:
             like = _like(engine) if verified else outcome.records[0]
             dense = _dense_records(decoded["dense"].steps, like, engine.computes_ahead)
-            sides["dense"] = decoded["dense"].side(Outcome(dense), tokenizer)
-        identity, plan = {**known, "model": name}, engine.gated.plan
+            outcomes["dense"] = decoded["dense"].side(Outcome(dense), tokenizer)
+        identity, plan = {**known, "model": name}, engine.sparse.plan
         whole = None if verified else _ratio_of_model(plan, outcome.records)
         if whole is not None:
-            identity |= {"layers_gated": len(plan.gated), "num_layers": plan.num_layers, "bytes_ratio_model": whole}
+            identity |= {"sparse_layers": len(plan.sparse), "num_layers": plan.num_layers, "bytes_ratio_model": whole}
         if lines is not None:
-            _write_metrics(stack.enter_context(outputs.JsonlWriter(lines)), request, engine, identity, sides)
+            _write_metrics(stack.enter_context(outputs.JsonlWriter(lines)), request, engine, identity, outcomes)
         if csv is not None:
             write_csv(csv, outcome.rounds or outcome.records, ROUND_KEYS if verified else STEP_KEYS)
         ran = Ran(
             identity, settings.config, [len(prompt) for prompt in prompts], answer, settings.verify,
-            pays=_timing(path, engine.gated.config, known, context),
-            gated_layers=None if whole is None else f"{len(plan.gated)} of {plan.num_layers} layers", of_model=whole,
+            pays=_timing(path, engine.sparse.config, known, context),
+            sparse_layers_of=None if whole is None else f"{len(plan.sparse)} of {plan.num_layers} layers",
+            of_model=whole,
         )  # fmt: skip
-        return report(ran, sides.get("dense"), sides["eps"], out)
+        return report(ran, outcomes.get("dense"), outcomes["eps"], out)
 
 
 def _ratio_of_model(plan: Plan, records: Sequence[StepRecord]) -> float | None:
-    """What gated steps read of the K and V that the whole model reads densely, see `Plan.ratio_of_model`."""
+    """Return the sparse steps' reads over the whole model's dense reads of K and V, see `Plan.ratio_of_model`."""
     read = sum(record.bytes_kv_read_est + record.bytes_summary_read for record in records)
     lengths = [length for record in records for length in record.lengths]
     dense = sum(record.bytes_kv_dense for record in records)
@@ -117,8 +118,8 @@ def _ratio_of_model(plan: Plan, records: Sequence[StepRecord]) -> float | None:
 
 
 def _timing(path: Path, config: EpsConfig, known: dict[str, Any], max_context: int) -> PaysFrom | None:
-    """What times a layer of an engine's model in our own attention; None where its config.json does not say how many
-    heads it has."""
+    """Return the timing function of a layer of an engine's model in our own attention; None where its config.json does
+    not say how many heads it has."""
     dtype = known["dtype"] if known["dtype"] in DTYPE_BYTES else "bfloat16"
     try:
         heads, kv_heads, head_dim = read_heads(path)
@@ -131,7 +132,7 @@ def _timing(path: Path, config: EpsConfig, known: dict[str, Any], max_context: i
 
 @dataclass
 class _Decoded:
-    """What one run of the engine said: its decode steps, and every token."""
+    """The output of one run of the engine: its decode steps, and every token."""
 
     steps: list[tuple[list[_Row], float]]  # rows and ms; of steps that a prefill alone made nothing
     tokens: list[list[int]]
@@ -180,19 +181,19 @@ def _decode(
         text.flush()
         out.write("\n")
     else:
-        told = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in done.tokens)
-        out.writelines(f"{side:5} {i} > {said}\n" for i, said in enumerate(told, start=1))
+        given = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in done.tokens)
+        out.writelines(f"{side:5} {i} > {said}\n" for i, said in enumerate(given, start=1))
     out.flush()
     return done
 
 
-def _gated_records(decoded: _Decoded, engine: Engine) -> list[StepRecord]:
+def _sparse_records(decoded: _Decoded, engine: Engine) -> list[StepRecord]:
     """The gate's records of the steps that said something, with what they said and their times."""
-    records = iter(engine.gated.take_records())
+    records = iter(engine.sparse.take_records())
     found: list[StepRecord] = []
     for rows, ms in decoded.steps:
         wanted, k_reread = Counter(row.length for row in rows), 0
-        # a prompt's chunk of one token is gated as any token, and no step
+        # a prompt's chunk of one token is sparse as any token, and no step
         while wanted - Counter((record := next(records)).lengths):
             k_reread += record.bytes_k_reread
         record.sequences, record.tokens = [row.sequence for row in rows], [row.token for row in rows]
@@ -206,45 +207,45 @@ def _gated_records(decoded: _Decoded, engine: Engine) -> list[StepRecord]:
 
 def _like(engine: Engine) -> StepRecord:
     """A step of the layers that a verified engine gates, of one token: what dense steps are written down by."""
-    spec = engine.gated.spec
+    spec = engine.sparse.spec
     assert spec is not None
     output = StepOutput(np.zeros((0, 0), np.float32), spec.dense_kv_bytes([1]))
-    return step_record(0, [], [], [1], output, spec, engine.gated.config, None, 0)
+    return step_record(0, [], [], [1], output, spec, engine.sparse.config, None, 0)
 
 
 def _dense_records(
-    steps: Sequence[tuple[list[_Row], float]], gated: StepRecord, computes_ahead: bool
+    steps: Sequence[tuple[list[_Row], float]], sparse: StepRecord, computes_ahead: bool
 ) -> list[StepRecord]:
-    """Steps of the engine alone, whose records are like that of a gated one."""
+    """Steps of the engine alone, whose records are like that of a sparse one."""
     found, before = [], list[_Row]()
     for index, (rows, ms) in enumerate(steps):
         there = {row.sequence for row in rows}
         ended = [row.length + 1 for row in before if computes_ahead and row.sequence not in there]
-        found.append(_dense_record(index, rows, ended, ms, gated))
+        found.append(_dense_record(index, rows, ended, ms, sparse))
         before = rows
     return found
 
 
-def _dense_record(index: int, rows: Sequence[_Row], ended: list[int], ms: float, gated: StepRecord) -> StepRecord:
+def _dense_record(index: int, rows: Sequence[_Row], ended: list[int], ms: float, sparse: StepRecord) -> StepRecord:
     """A step of the engine alone: every byte of the layers that EPS gates was read, of sequences that have just `ended`
     too."""
     lengths = [row.length for row in rows] + ended
-    token_bytes = gated.bytes_kv_dense // sum(gated.lengths)
-    heads = np.ones_like(gated.total_by_head)
+    token_bytes = sparse.bytes_kv_dense // sum(sparse.lengths)
+    heads = np.ones_like(sparse.total_by_head)
     return replace(
-        gated,
+        sparse,
         sequences=[row.sequence for row in rows],
         tokens=[row.token for row in rows],
         lengths=lengths,
         step=index,
         decode_ms=ms,
-        pages_total=heads.size, pages_visited=heads.size, pages_skipped=0, pages_forced=0, pages_wanted=None,
+        pages_total=heads.size, pages_visited=heads.size, pages_skipped=0, pages_always_selected=0, pages_wanted=None,
         bytes_kv_read_est=sum(lengths) * token_bytes, bytes_kv_dense=sum(lengths) * token_bytes,
         bytes_kv_kept=sum(lengths) * token_bytes,
-        bytes_summary_read=0, bytes_k_reread=0, mass_skipped_est=None, mass_skipped_cert=None, mass_skipped_true=None,
-        output_error_cert=None, escalations=0, pages_escalated=0, audited=False, audit_kl=None, audit_alarms=0,
-        cert_by_head=None, est_by_head=None, true_by_head=None, escalated_by_head=None, fallbacks={},
-        visited_by_head=heads, total_by_head=heads,
+        bytes_summary_read=0, bytes_k_reread=0, skipped_mass_mean=None, skipped_mass_bound_max=None,
+        skipped_mass_true_max=None, output_error_bound=None, extensions=0, pages_extended=0, audited=False,
+        audit_kl=None, audit_alarms=0, bound_by_head=None, estimate_by_head=None, true_by_head=None,
+        extended_by_head=None, fallbacks={}, selected_by_head=heads, total_by_head=heads,
     )  # fmt: skip
 
 
@@ -258,7 +259,7 @@ def _print_header(
         f"engine  {request.engine} {versions} on {known['device']}, {known['dtype']}, kernels {known['kernels']}\n"
     )
     out.write(prompt_line(lengths, answer))
-    out.write(f"{engine.gated.plan.line(engine.gated.config)}\n")
+    out.write(f"{engine.sparse.plan.line(engine.sparse.config)}\n")
     if request.verify.enabled:
         out.write(f"verify  {terminal.describe_verify(request.verify)}\n")
     if request.method_is_default:
@@ -272,9 +273,9 @@ def _write_metrics(
     request: RunRequest,
     engine: Engine,
     identity: dict[str, Any],
-    sides: dict[str, Outcome],
+    outcomes: dict[str, Outcome],
 ) -> None:
-    """The same lines as of our own decoders: a run, its gated steps, a summary."""
+    """The same lines as of our own decoders: a run, its sparse steps, a summary."""
     versions = identity["versions"]
     writer.write(
         {
@@ -282,16 +283,16 @@ def _write_metrics(
             "config": request.config.to_dict(),
             "verify": request.verify.to_dict() if request.verify.enabled else None,
             **identity,
-            "layers_gated": list(engine.gated.plan.gated),
-            "layers_dense": {str(layer): why for layer, why in engine.gated.plan.dense.items()},
+            "sparse_layers": list(engine.sparse.plan.sparse),
+            "layers_dense": {str(layer): why for layer, why in engine.sparse.plan.dense.items()},
             "sampling": vars(request.sampling),
             "max_new_tokens": request.max_new_tokens,
             **provenance.provenance(versions),
         }
     )
-    outcome = sides["eps"]
+    outcome = outcomes["eps"]
     for record in outcome.rounds or outcome.records:
         writer.write(record.to_dict())
-    dense = sides.get("dense")
+    dense = outcomes.get("dense")
     whole = {"bytes_ratio_model": identity["bytes_ratio_model"]} if "bytes_ratio_model" in identity else {}
-    writer.write({"type": "summary", **sides["eps"].summary(), **whole, "dense": dense.summary() if dense else None})
+    writer.write({"type": "summary", **outcomes["eps"].summary(), **whole, "dense": dense.summary() if dense else None})

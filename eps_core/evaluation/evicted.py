@@ -2,14 +2,14 @@
 
 import time
 
-from eps_core.config.store import CacheSpec, Store
+from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.decode.evicting import evicting, evicting_spec
 from eps_core.decode.generate import report_of
 from eps_core.decode.observe import Observed
 from eps_core.evaluation.prefilled import Caches, Held, Job, OnPrefill, Prefilled
 from eps_core.evaluation.runner import Document
-from eps_core.evict.keep import Keep
-from eps_core.telemetry import terminal
+from eps_core.eviction.config import EvictionConfig
+from eps_core.metrics import terminal
 
 
 class _Held(Held):
@@ -29,27 +29,27 @@ class EvictedCaches(Caches):
     def fill(self, job: Job, on_prefill: OnPrefill) -> Prefilled:
         request, session, started = job.request, job.session, time.perf_counter()
         decoder, cache, pools = evicting(session, *self._made_of(job))
-        sides: Prefilled = {name: _Held(cache, pools, decoder=decoder) for name in ("eps", "kl")}
+        outcomes: Prefilled = {name: _Held(cache, pools, decoder=decoder) for name in ("eps", "kl")}
         for index, one in enumerate(job.documents):
-            observed = Observed(session.backend, session.spec, request.keep.facts)
+            observed = Observed(session.backend, session.spec, request.keep.method_spec)
             prefix = session.prefix(one.prompt[:-1], request.prefill_chunk, observed, report_of(on_prefill, index))
             if job.both:
-                if not index:  # late: the prefill has let go of its own cache
-                    sides["dense"] = Held(*job.dense.cache(*job.room(job.dense_store)))
-                dense = sides["dense"]
+                if not index:  # late: the prefill has evict its own cache
+                    outcomes["dense"] = Held(*job.dense.cache(*job.room(job.dense_store)))
+                dense = outcomes["dense"]
                 sequence, dense.cache = prefix.into(session.backend, dense.cache, dense.pool, one.num_steps)
                 dense.written.append(sequence)
             for name in ("eps", "kl")[: 1 + request.kl]:
-                own = observed.of(observed.facts)
+                own = observed.of(observed.method_spec)
                 kept, cache = decoder.adopt(cache, prefix.keys_values, len(prefix.tokens), own)
-                sides[name].written.append(kept)
-        sides["eps"].cache = sides["kl"].cache = cache
+                outcomes[name].written.append(kept)
+        outcomes["eps"].cache = outcomes["kl"].cache = cache
         ms = 1000 * (time.perf_counter() - started)
-        for side in sides.values():
+        for side in outcomes.values():
             side.ms = ms
-        return sides
+        return outcomes
 
-    def _made_of(self, job: Job) -> tuple[Keep, Store, list[int], int]:
-        """What the cache is made of: with `--kl` the prompts are kept for a second decode."""
+    def _made_of(self, job: Job) -> tuple[EvictionConfig, CacheConfig, list[int], int]:
+        """Return the arguments that the cache is made from: with `--kl` the prompts are kept for a second decode."""
         request = job.request
-        return request.keep, request.config.store, job.prompt_lengths * (1 + request.kl), job.num_new
+        return request.keep, request.config.cache_config, job.prompt_lengths * (1 + request.kl), job.num_new

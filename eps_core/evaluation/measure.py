@@ -1,4 +1,4 @@
-"""What EPS costs in quality: tasks, benchmark files and plain text, answered densely, with EPS and by an oracle.
+"""The cost of EPS in quality: tasks, benchmark files and plain text, answered densely, with EPS and by an oracle.
 
 A stopped measurement goes on where it was: every answered sample and every followed text is a line of its file.
 Prompts are given to the model as they are, or with `chat` as a user's message in its chat template. Decoding is greedy.
@@ -16,27 +16,27 @@ from typing import Any, TextIO, TypeVar
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError, fault_line
 from eps_core.evaluation import quality
 from eps_core.evaluation.quality import Answer, Followed
 from eps_core.evaluation.runner import DENSE, UNVERIFIED, Document, run_document, usual_context
-from eps_core.files.outputs import Output
-from eps_core.files.resumable import Line, ResumableFile
+from eps_core.io.outputs import Output
+from eps_core.io.resumable import Line, ResumableFile
+from eps_core.metrics import terminal
+from eps_core.metrics.provenance import run_line
 from eps_core.models.chat import in_chat
 from eps_core.tasks import benchmarks
 from eps_core.tasks.corpus import corpus_or_text
 from eps_core.tasks.questions import Question, benchmark_question, generated_questions, text_window
 from eps_core.tasks.ruler import check_tasks
-from eps_core.telemetry import terminal
-from eps_core.telemetry.provenance import run_line
 
-# what selects and what is always visited; how a group is summarised means nothing to an oracle, nor does strictness,
+# what selects and what is always selected; how a group is summarised means nothing to an oracle, nor does strictness,
 # which needs bounds
 _SHARED_WITH_ORACLE = (
-    "policy", "budget", "epsilon", "alpha", "top_pages", "first_tokens", "last_tokens", "scope", "head_modes",
+    "policy", "budget", "epsilon", "alpha", "top_pages", "num_sink_tokens", "num_recent_tokens", "scope", "head_modes",
     "min_context", "block_size",
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ _Found = TypeVar("_Found", Answer, Followed)
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """What the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
+    """Settings that the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
 
     config: EpsConfig
     tasks: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class MeasureRequest:
     device: str = "auto"
     text: Path | None = None
     out: Path | None = None
-    verify: Verify = UNVERIFIED  # of the answers of the EPS arm
+    verify: SpeculativeConfig = UNVERIFIED  # of the answers of the EPS variant
     chat: bool = False  # prompts of tasks are messages in the model's chat template
 
     def __post_init__(self) -> None:
@@ -79,32 +79,32 @@ class MeasureRequest:
                 f"text-steps {self.text_steps} measures how far EPS moves a text, and eps-verify moves none: use 0"
             )
 
-    def arms(self) -> dict[str, EpsConfig]:
+    def variants(self) -> dict[str, EpsConfig]:
         """The oracle has the same budget and group size, and the true masses in place of estimates."""
-        arms = {"eps": self.config}
+        variants = {"eps": self.config}
         if self.oracle:
             flat = self.config.to_dict()
             shared = {name: flat[name] for name in _SHARED_WITH_ORACLE}
-            arms["oracle"] = EpsConfig.of(method="oracle", group_tokens=self.config.store.S, **shared)
-        return arms
+            variants["oracle"] = EpsConfig.of(method="oracle", group_size=self.config.cache_config.S, **shared)
+        return variants
 
 
 def ask(
-    session: Session, question: Question, arms: dict[str, EpsConfig], verify: Verify = UNVERIFIED
+    session: Session, question: Question, variants: dict[str, EpsConfig], verify: SpeculativeConfig = UNVERIFIED
 ) -> dict[str, Answer]:
-    """Every arm's answer to one question, `dense` first; that of `eps` verified where `verify` says so."""
+    """Every variant's answer to one question, `dense` first; that of `eps` verified where `verify` says so."""
     document = Document(question.tokens, question.max_new_tokens, stop=session.spec.eos_token_ids)
     answers = {}
-    for name, outcome in run_document(session, document, arms, verifies={"eps": verify}).items():
+    for name, outcome in run_document(session, document, variants, verifies={"eps": verify}).items():
         text = session.decode(outcome.said[0])
         answers[name] = Answer(text, benchmarks.score(question.sample, text), *outcome.bytes_read())
     return answers
 
 
-def follow_text(session: Session, tokens: list[int], steps: int, arms: dict[str, EpsConfig]) -> dict[str, Followed]:
-    """What each arm did, fed the text's own last `steps` tokens one by one. A teacher-forced prefill would not exercise
-    the gate."""
-    outcomes = run_document(session, Document.along(tokens, steps), arms)
+def follow_text(session: Session, tokens: list[int], steps: int, variants: dict[str, EpsConfig]) -> dict[str, Followed]:
+    """Return each variant's outcome, fed the text's own last `steps` tokens one by one. A teacher-forced prefill would
+    not exercise the gate."""
+    outcomes = run_document(session, Document.along(tokens, steps), variants)
     del outcomes[DENSE]
     return {name: Followed(*one.along_text(), *one.bytes_read()) for name, one in outcomes.items()}
 
@@ -170,7 +170,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
         verify=request.verify.to_dict() if request.verify.enabled else None,
         files=[str(path) for path in files if path is not None],
     )
-    arms = request.arms()
+    variants = request.variants()
     file = ResumableFile(output, {"type": "run", "kind": "evaluate", **run}, IDENTITY)
     num_samples, num_documents = sum(map(len, groups)), sum(map(len, windows.values()))
     samples, documents = file.indexed("sample", num_samples), file.indexed("document", num_documents)
@@ -189,7 +189,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
                 except (MemoryError, RuntimeError) as error:
                     kept = "" if request.out is None else f"; {request.out} keeps what was found: start again to go on"
                     raise ConfigError(f"{what} failed ({fault_line(error)}){kept}") from error
-                there[index] = {**line, **{arm: asdict(one) for arm, one in did.items()}}
+                there[index] = {**line, **{variant: asdict(one) for variant, one in did.items()}}
                 file.write(there[index])
             return there[index]
 
@@ -198,8 +198,10 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
             answers = []
             for question in questions:
                 line = _sample_line(index, question)
-                line = found(samples, line, question.sample.task, partial(ask, session, question, arms, request.verify))
-                answers.append(_arms_of(line, (DENSE, *arms), Answer, output.path))
+                line = found(
+                    samples, line, question.sample.task, partial(ask, session, question, variants, request.verify)
+                )
+                answers.append(_variants_of(line, (DENSE, *variants), Answer, output.path))
                 index += 1
             tasks.append(quality.task_result(questions, answers, request.seed))
             file.write_once({"type": "task", **asdict(tasks[-1])})
@@ -208,9 +210,9 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
             followed = []
             for tokens in of_context:
                 line = {"type": "document", "index": index, "context_tokens": context}
-                work = partial(follow_text, session, tokens, request.text_steps, arms)
+                work = partial(follow_text, session, tokens, request.text_steps, variants)
                 line = found(documents, line, f"text at {context:,} tokens", work)
-                followed.append(_arms_of(line, arms, Followed, output.path))
+                followed.append(_variants_of(line, variants, Followed, output.path))
                 index += 1
             texts.append(quality.text_result(context, request.text_steps, followed, request.seed))
             file.write_once({"type": "text", **asdict(texts[-1])})
@@ -219,9 +221,9 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
         "model": session.model,
         "backend": session.backend_name,
         "device": session.device,
-        "method": request.config.store.method,
-        "policy": request.config.read.policy,
-        "group_tokens": request.config.store.S,
+        "method": request.config.cache_config.method,
+        "policy": request.config.selection_config.policy,
+        "group_size": request.config.cache_config.S,
         "verify": request.verify.to_dict() if request.verify.enabled else None,
         "resumed": resumed,
         "tasks": [asdict(result) for result in tasks],
@@ -231,15 +233,15 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
 
 
 def _questions_sha256(groups: list[list[Question]]) -> str:
-    """Of all that is asked and how it is scored."""
+    """Return the hash of all that is asked and how it is scored."""
     asked = [[one.tokens, one.max_new_tokens, *astuple(replace(one.sample, prompt=""))] for g in groups for one in g]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def _arms_of(line: Line, arms: Iterable[str], kind: Callable[..., _Found], path: Path) -> dict[str, _Found]:
-    """What every arm did, from its line in the results at `path`."""
+def _variants_of(line: Line, variants: Iterable[str], kind: Callable[..., _Found], path: Path) -> dict[str, _Found]:
+    """Return every variant's outcome from its line in the results at `path`."""
     try:
-        return {arm: kind(**line[arm]) for arm in arms}
+        return {variant: kind(**line[variant]) for variant in variants}
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is damaged at {line['type']} {line['index']}: give another -o") from error
 

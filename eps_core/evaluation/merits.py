@@ -1,4 +1,4 @@
-"""What a ranking is worth, given the true masses: recall, certified skips, bytes at an error."""
+"""The worth of a ranking, given the true masses: recall, bounded skips, bytes at an error."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from math import ceil, log
 
 import numpy as np
 
-RECALL_FRACTIONS = (0.05, 0.125, 0.25)  # of the groups, where mass recall is measured without guards
-CERTIFIED_LEVELS = (1e-1, 1e-2, 1e-3)  # certified shares left unread for which the skipped fraction is measured
+RECALL_FRACTIONS = (0.05, 0.125, 0.25)  # of the groups, where mass recall is measured without sink and recent tokens
+CERTIFIED_LEVELS = (1e-1, 1e-2, 1e-3)  # bounded shares left unread for which the skipped fraction is measured
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Truth:
     out: np.ndarray  # [Hkv, R, D] dense attention
 
 
-def truth_of(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, group_tokens: int) -> Truth:
+def truth_of(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, group_size: int) -> Truth:
     """q [Hq, D], keys, values [Hkv, T, D] float64, the last group possibly open."""
     kv_heads, _, head_dim = keys.shape
     a = scale * q.astype(np.float64).reshape(kv_heads, -1, head_dim)
@@ -28,23 +28,23 @@ def truth_of(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, 
     peak = logits.max(axis=2, keepdims=True)
     weights = np.exp(logits - peak)
     total = weights.sum(axis=2, keepdims=True)
-    log_masses = _log_group_sums(logits, group_tokens)
+    log_masses = _log_group_sums(logits, group_size)
     return Truth(log_masses, np.exp(log_masses - peak - np.log(total)), weights @ values / total)
 
 
-def _log_group_sums(logits: np.ndarray, group_tokens: int) -> np.ndarray:
+def _log_group_sums(logits: np.ndarray, group_size: int) -> np.ndarray:
     """log sum exp over each group of the last axis: [.., T] -> [.., G]. Group by group around its own largest logit, so
     that no small group underflows."""
-    missing = -logits.shape[-1] % group_tokens
+    missing = -logits.shape[-1] % group_size
     padded = np.concatenate([logits, np.full((*logits.shape[:-1], missing), -np.inf)], axis=-1)
-    grouped = padded.reshape(*logits.shape[:-1], -1, group_tokens)
+    grouped = padded.reshape(*logits.shape[:-1], -1, group_size)
     peak = grouped.max(axis=-1)
     return peak + np.log(np.exp(grouped - peak[..., None]).sum(axis=-1))
 
 
 def recall_at(estimate: np.ndarray, shares: np.ndarray, fractions: Sequence[float]) -> np.ndarray:
     """[Hkv, len(fractions)]: share that the best groups by estimate [Hkv, G] hold of the mass of all groups, mean over
-    R; shares [Hkv, R, G]. What has no summary, +inf, comes first: it is always visited. NaN where nothing has one. The
+    R; shares [Hkv, R, G]. What has no summary, +inf, comes first: it is always selected. NaN where nothing has one. The
     number of groups is rounded up; ties go to the lower index."""
     inside = ~np.isneginf(estimate).all(axis=0)
     if not np.isfinite(estimate).all(axis=0).any():
@@ -56,9 +56,9 @@ def recall_at(estimate: np.ndarray, shares: np.ndarray, fractions: Sequence[floa
     return held[:, :, np.array(counts) - 1].mean(axis=1)
 
 
-def certified_skip(upper: np.ndarray, log_masses: np.ndarray, levels: Sequence[float]) -> np.ndarray:
-    """[Hkv, len(levels)]: greatest fraction of the groups that may stay unread so that the certificate
-    exp(lse_X W) / (exp(lse_X W) + A_V) of every query head is at most each level (design section 4).
+def bounded_skip(upper: np.ndarray, log_masses: np.ndarray, levels: Sequence[float]) -> np.ndarray:
+    """[Hkv, len(levels)]: greatest fraction of the groups that may stay unread so that every query head's error bound,
+    exp(lse_X W) / (exp(lse_X W) + A_V), is at most each level.
 
     W is upper [Hkv, R, G], +inf where nothing is known; A_V is the true mass of what was read, log_masses [Hkv, R, G].
     A kv head reads in the order of max over R of W.
@@ -78,13 +78,13 @@ def certified_skip(upper: np.ndarray, log_masses: np.ndarray, levels: Sequence[f
     return 1 - fewest / upper.shape[2]
 
 
-def false_skips(visit: np.ndarray, truth: Truth, epsilon: float) -> np.ndarray:
+def false_skips(selected_mask: np.ndarray, truth: Truth, epsilon: float) -> np.ndarray:
     """[Hkv] skipped groups that F20 calls false (see `ReplayResult`): visit [Hkv, G] bool."""
     best = truth.log_masses.max(axis=1)
     order = np.argsort(-best, axis=1, kind="stable")
     rank = np.argsort(order, axis=1, kind="stable")
-    in_top = rank < visit.sum(axis=1, keepdims=True)
-    return (~visit & (in_top | (truth.shares.max(axis=1) > epsilon))).sum(axis=1)
+    in_top = rank < selected_mask.sum(axis=1, keepdims=True)
+    return (~selected_mask & (in_top | (truth.shares.max(axis=1) > epsilon))).sum(axis=1)
 
 
 def bytes_at_error(points: Iterable[tuple[float, float]], error: float) -> float | None:

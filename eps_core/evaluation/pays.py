@@ -1,12 +1,12 @@
-"""Whether EPS paid in a run, and from which context on it does: one line where it did not."""
+"""A check of whether EPS paid in a run, and from which context on it does: one line where it did not."""
 
 from collections.abc import Callable
 from typing import Any
 
+from eps_core.attention.protocol import Backend
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.decode.cost import cost_of, pays_from
-from eps_core.gate.protocol import Backend
 
 NOISE = 0.03  # of a dense run's speed: less is called as fast
 # times one layer when it is called: tokens of context; None: no context of the model
@@ -16,8 +16,8 @@ PaysFrom = Callable[[], int | None]
 def timing(
     backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig, max_context: int
 ) -> PaysFrom | None:
-    """What finds out from where a config pays on this device; None where times say nothing, as those of array
-    operations and of the numpy backend."""
+    """Return a function that measures where a config pays on this device; None where times say nothing, as those of
+    array operations and of the numpy backend."""
     if kernels == "arrays":
         return None
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.formats import side_label
-from eps_core.config.store import CacheSpec, Store
+from eps_core.config.cache import CacheConfig, CacheSpec
+from eps_core.config.formats import outcome_label
 from eps_core.decode.cost import Cost
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import prefill, report_of
@@ -18,7 +18,7 @@ from eps_core.decode.stored import StoredPrompts
 from eps_core.evaluation.codes_error import CodesError
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import Document
-from eps_core.telemetry import terminal
+from eps_core.metrics import terminal
 
 
 @dataclass
@@ -45,16 +45,16 @@ class Job:
 
     @property
     def both(self) -> bool:
-        """Whether a dense run comes before another one."""
+        """Return whether a dense run comes before another one."""
         return self.request.baseline and self.request.changes
 
     @property
     def labels(self) -> dict[str, str]:
-        """What the two sides are called."""
+        """Return the names of the two sides."""
         request, dtype = self.request, self.session.kv_dtype
         return {
-            "dense": side_label("dense", dtype, request.own_dense),
-            "eps": side_label(request.reads, dtype, request.kv_bits),
+            "dense": outcome_label("dense", dtype, request.own_dense),
+            "eps": outcome_label(request.reads, dtype, request.kv_bits),
         }
 
     @property
@@ -63,12 +63,12 @@ class Job:
         return self.session.one_unit().kv_token_bytes / self.dense.one_unit().kv_token_bytes
 
     @property
-    def dense_store(self) -> Store:
-        return Store(block_size=self.request.config.store.unit_tokens)
+    def dense_store(self) -> CacheConfig:
+        return CacheConfig(block_size=self.request.config.cache_config.unit_tokens)
 
-    def room(self, store: Store) -> tuple[Store, list[int], int | None]:
-        """What a cache of the prompts and their continuations is made of."""
-        return store, [len(one.prompt) + one.num_steps for one in self.documents], self.request.pool_tokens
+    def room(self, cache_config: CacheConfig) -> tuple[CacheConfig, list[int], int | None]:
+        """Return the arguments that a cache of the prompts and their continuations is made from."""
+        return cache_config, [len(one.prompt) + one.num_steps for one in self.documents], self.request.pool_tokens
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Caches:
 
     def spec(self, job: Job) -> CacheSpec:
         """Return the cache of the side that metrics speak of."""
-        return job.session.cache_spec(*job.room(job.request.config.store))
+        return job.session.cache_spec(*job.room(job.request.config.cache_config))
 
     def header(self, job: Job) -> str:
         """Return the lines of the run's header on what is kept."""
@@ -109,8 +109,8 @@ class Caches:
         """Prefill the prompts, all but the last token of each. The dense side reads the K and V of the other one, but
         where that holds codes: then it has a prefill of its own."""
         request, session = job.request, job.session
-        cache, pool = session.cache(*job.room(request.config.store))
-        held = Held(cache, pool, stored=session.stored(cache.store))
+        cache, pool = session.cache(*job.room(request.config.cache_config))
+        held = Held(cache, pool, stored=session.stored(cache.cache_config))
         _fill(job, held, on_prefill)
         if not request.changes:
             return {"dense": held}

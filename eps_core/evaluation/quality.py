@@ -1,4 +1,4 @@
-"""What the arms' answers and distributions add up to, with the intervals that say how far to trust it."""
+"""Totals of the variants' answers and distributions, with the intervals that say how far to trust them."""
 
 from dataclasses import dataclass
 from typing import TextIO
@@ -6,8 +6,8 @@ from typing import TextIO
 import numpy as np
 
 from eps_core.evaluation import statistics
+from eps_core.metrics import terminal
 from eps_core.tasks.questions import Question
-from eps_core.telemetry import terminal
 
 # a mean score below this is dense failure: no loss can be seen where there is nothing to lose
 MIN_DENSE_SCORE = 0.1
@@ -17,7 +17,7 @@ Interval = tuple[float, float] | None
 
 @dataclass
 class Answer:
-    """What one arm said to one question."""
+    """The answer of one variant to one question."""
 
     text: str
     score: float
@@ -31,8 +31,8 @@ class Answer:
 
 @dataclass
 class Followed:
-    """What one arm did along one text: KL to dense in nats and whether the likeliest token was dense's, step by step
-    (None where a step's was no number)."""
+    """One variant along one text: KL to dense in nats and whether the likeliest token was dense's, step by step (None
+    where a step's was no number)."""
 
     kl: list[float | None]
     agree: list[bool]
@@ -93,7 +93,7 @@ class TextResult:
 
 
 def task_result(questions: list[Question], answers: list[dict[str, Answer]], seed: int) -> TaskResult:
-    """The summary of one task's questions [N] and every arm's answers [N]."""
+    """The summary of one task's questions [N] and every variant's answers [N]."""
     scores = {name: np.array([one[name].score for one in answers]) for name in answers[0]}
     sample = questions[0].sample
     difference, interval = statistics.paired_difference(scores["eps"], scores["dense"], seed)
@@ -132,8 +132,8 @@ def task_result(questions: list[Question], answers: list[dict[str, Answer]], see
 
 
 def text_result(context_tokens: int, steps: int, documents: list[dict[str, Followed]], seed: int) -> TextResult:
-    def means(arm: str, part: str) -> np.ndarray:
-        return np.array([np.array(getattr(document[arm], part), float).mean() for document in documents])
+    def means(variant: str, part: str) -> np.ndarray:
+        return np.array([np.array(getattr(document[variant], part), float).mean() for document in documents])
 
     kl, agreement = means("eps", "kl"), means("eps", "agree")
     oracle_kl = means("oracle", "kl") if "oracle" in documents[0] else None
@@ -155,7 +155,7 @@ def text_result(context_tokens: int, steps: int, documents: list[dict[str, Follo
 
 
 def table(tasks: list[TaskResult], texts: list[TextResult], out: TextIO | None = None) -> str:
-    """What a person reads of both, for `out` (stdout)."""
+    """Return both as a table for a person, for `out` (stdout)."""
     rows, notes = [], []
     for task in tasks:
         changed = f"{task.num_changed} (<= {task.changed_share_upper:.0%})"

@@ -3,8 +3,8 @@ step by step against float64 truth.
 
 One cache of one layer is filled as the live cache was: everything before the first step at once, then token by token.
 `jl` draws its projection by layer number, so a replay of a later layer has another draw of the same distribution; all
-other methods see what the live decode saw. Letters as in `gate.protocol`; F layers of the capture that are replayed, N
-steps.
+other methods see what the live decode saw. Letters as in `attention.protocol`; F layers of the capture that are
+replayed, N steps.
 """
 
 from collections.abc import Sequence
@@ -13,50 +13,50 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.layer import collect, sparse_attention
+from eps_core.attention.protocol import Array, Backend, Scores, Selection
+from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec, Store
 from eps_core.errors import ConfigError
 from eps_core.evaluation.capture import Capture
 from eps_core.evaluation.merits import (
     CERTIFIED_LEVELS,
     RECALL_FRACTIONS,
     Truth,
-    certified_skip,
+    bounded_skip,
     false_skips,
     recall_at,
     truth_of,
 )
-from eps_core.gate.attend import attend_layer, collect
-from eps_core.gate.protocol import Array, Backend, Scores, Selection
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import choose_device, load_backend
-from eps_core.paging.where import Where
 
-_SUMS = ("bound_checks", "lower_violations", "upper_violations", "certificate_violations", "groups_escalated")
+_SUMS = ("bound_checks", "lower_violations", "upper_violations", "bound_violations", "groups_extended")
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What one configuration did on one capture. Arrays are [F, N, Hkv] where nothing else is said; NaN where a step
-    has no such figure. Shares are of the softmax, bytes as telemetry counts them; nothing in it is a time."""
+    """The result of one configuration on one capture. Arrays are [F, N, Hkv] where nothing else is said; NaN where a
+    step has no such figure. Shares are of the softmax, bytes as the metrics count them; nothing in it is a time."""
 
     config: EpsConfig
     layers: tuple[int, ...]
     lengths: np.ndarray  # [N] tokens attended
     groups: np.ndarray  # [N]
-    visited: np.ndarray  # groups
-    forced: np.ndarray  # [F, N] groups, every kv head alike
-    escalated: np.ndarray  # groups that strict mode added
+    selected: np.ndarray  # groups
+    always_selected: np.ndarray  # [F, N] groups, every kv head alike
+    extended: np.ndarray  # groups that strict mode added
     kv_bytes: np.ndarray  # [F, N]
     summary_bytes: np.ndarray  # [F, N]
     dense_bytes: np.ndarray  # [F, N] what dense attention reads
-    skipped_est: np.ndarray  # estimated share left unread, as telemetry's mass_skipped_est
+    skipped_est: np.ndarray  # estimated share left unread, the metrics' skipped_mass_mean
     skipped_true: np.ndarray  # true share left unread, the largest of the R query heads
-    recall: np.ndarray  # true share of the visited groups, mean over the R query heads
-    # [F, N, Hkv, 3] share of the best RECALL_FRACTIONS of the groups by estimate, guards ignored, groups without a
-    # summary left out of numerator and denominator; mean over the R query heads
+    recall: np.ndarray  # true share of the selected groups, mean over the R query heads
+    # [F, N, Hkv, 3] share of the best RECALL_FRACTIONS of the groups by estimate, without sink and recent tokens,
+    # groups without a summary left out of numerator and denominator; mean over the R query heads
     recall_at: np.ndarray
-    # skipped groups that should have been read (F20 of the requirements review): for one of the R query heads their
-    # true share exceeds config.epsilon, or they are among the true top-M, M the number of visited groups, by the
+    # skipped groups that should have been read: for one of the R query heads their
+    # true share exceeds config.epsilon, or they are among the true top-M, M the number of selected groups, by the
     # largest true mass over the query heads
     false_skips: np.ndarray
     output_error: np.ndarray  # |out - dense out|_2 / |dense out|_2 over the R query heads together
@@ -67,12 +67,12 @@ class ReplayResult:
     lower_violations: np.ndarray  # lower > truth
     upper_violations: np.ndarray  # upper < truth
     upper_gap: np.ndarray  # mean of upper - truth, nats
-    certificate: np.ndarray  # certified upper bound of the share left unread
-    certificate_violations: np.ndarray  # skipped_true > certificate
-    # [F, N, Hkv, 3] greatest fraction of the groups that may stay unread with a certificate of at most each of
+    error_bound: np.ndarray  # bounded upper bound of the share left unread
+    bound_violations: np.ndarray  # skipped_true > error bound
+    # [F, N, Hkv, 3] greatest fraction of the groups that may stay unread with an error bound of at most each of
     # CERTIFIED_LEVELS, reading in the order of the upper mass, A_V the true mass of what was read; float32's slack,
-    # which a live certificate adds, is left out
-    certified_skip: np.ndarray
+    # which a live error bound adds, is left out
+    bounded_skip: np.ndarray
     oracle_skip: np.ndarray  # the same with the true masses as bounds: what no summary can exceed
 
     @property
@@ -82,42 +82,44 @@ class ReplayResult:
 
     def summary(self) -> dict[str, Any]:
         """Means over layers, steps and kv heads, and sums of counts. Unknown is None."""
-        config, num_heads = self.config, self.visited.shape[2]
-        total = np.broadcast_to(self.groups[None, :, None], self.visited.shape)
+        config, num_heads = self.config, self.selected.shape[2]
+        total = np.broadcast_to(self.groups[None, :, None], self.selected.shape)
         row: dict[str, Any] = {
-            "method": config.store.method,
-            "group_tokens": config.store.S,
-            "bits": config.store.code_bits,
-            "mean_tokens": config.store.mean_tokens or None,
-            "mean_bits": config.store.mean_bits if config.store.mean_tokens else None,
-            "stages": list(config.read.stages) or None,
-            "refine": config.read.refine or None,
-            "dim": config.store.dim,
-            "policy": config.read.policy,
-            "budget": config.read.budget if config.read.policy == "topk" and config.read.top_pages is None else None,
-            "strict": config.read.strict,
+            "method": config.cache_config.method,
+            "group_size": config.cache_config.S,
+            "bits": config.cache_config.code_bits,
+            "mean_tokens": config.cache_config.mean_tokens or None,
+            "mean_bits": config.cache_config.mean_bits if config.cache_config.mean_tokens else None,
+            "cascade": list(config.selection_config.cascade) or None,
+            "rescore": config.selection_config.rescore or None,
+            "dim": config.cache_config.dim,
+            "policy": config.selection_config.policy,
+            "budget": config.selection_config.budget
+            if config.selection_config.policy == "topk" and config.selection_config.top_pages is None
+            else None,
+            "strict": config.selection_config.strict,
             "bytes_ratio": self.bytes_ratio,
             "summary_ratio": float(self.summary_bytes.sum() / self.dense_bytes.sum()),
-            "visit_ratio": float(self.visited.sum() / total.sum()),
-            "forced_ratio": float(self.forced.sum() * num_heads / total.sum()),
+            "selected_ratio": float(self.selected.sum() / total.sum()),
+            "always_selected_ratio": float(self.always_selected.sum() * num_heads / total.sum()),
             "recall": _mean(self.recall),
             "skipped_est": _mean(self.skipped_est),
             "skipped_true": _mean(self.skipped_true),
             "skipped_true_max": _largest(self.skipped_true),
-            "false_skip_rate": _ratio(self.false_skips, total - self.visited),
+            "false_skip_rate": _ratio(self.false_skips, total - self.selected),
             "output_error": _mean(self.output_error),
             "output_error_max": _largest(self.output_error),
             "union_amplification": _mean(self.union_amplification),
             "upper_gap": _mean(self.upper_gap),
-            "certificate": _mean(self.certificate),
+            "error_bound": _mean(self.error_bound),
             "bound_checks": int(self.bound_checks.sum()),
             "lower_violations": int(self.lower_violations.sum()),
             "upper_violations": int(self.upper_violations.sum()),
-            "certificate_violations": int(self.certificate_violations.sum()),
-            "groups_escalated": int(self.escalated.sum()),
+            "bound_violations": int(self.bound_violations.sum()),
+            "groups_extended": int(self.extended.sum()),
         }
         row |= {f"recall_at_{f:g}": _mean(self.recall_at[..., i]) for i, f in enumerate(RECALL_FRACTIONS)}
-        row |= {f"certified_skip_{e:g}": _mean(self.certified_skip[..., i]) for i, e in enumerate(CERTIFIED_LEVELS)}
+        row |= {f"certified_skip_{e:g}": _mean(self.bounded_skip[..., i]) for i, e in enumerate(CERTIFIED_LEVELS)}
         row |= {f"oracle_skip_{e:g}": _mean(self.oracle_skip[..., i]) for i, e in enumerate(CERTIFIED_LEVELS)}
         return row
 
@@ -127,16 +129,16 @@ class ReplayResult:
             {
                 "layer": layer,
                 "kv_head": head,
-                "visit_ratio": float((self.visited[i, :, head] / self.groups).mean()),
+                "selected_ratio": float((self.selected[i, :, head] / self.groups).mean()),
                 "recall": _mean(self.recall[i, :, head]),
                 "skipped_true": _mean(self.skipped_true[i, :, head]),
                 "output_error": _mean(self.output_error[i, :, head]),
                 "upper_gap": _mean(self.upper_gap[i, :, head]),
-                **{f"certified_skip_{e:g}": _mean(self.certified_skip[i, :, head, j]) for j, e in _LEVELS},
+                **{f"certified_skip_{e:g}": _mean(self.bounded_skip[i, :, head, j]) for j, e in _LEVELS},
                 **{f"oracle_skip_{e:g}": _mean(self.oracle_skip[i, :, head, j]) for j, e in _LEVELS},
             }
             for i, layer in enumerate(self.layers)
-            for head in range(self.visited.shape[2])
+            for head in range(self.selected.shape[2])
         ]
 
 
@@ -183,26 +185,35 @@ def replay_many(
     backend = load_backend("auto") if backend is None else backend
     device = choose_device(backend, device)
     layers = capture.info.layers if layers is None else tuple(layers)
-    shared: dict[tuple[Store, tuple[float, ...], float], list[int]] = {}  # what is scored alike
+    shared: dict[tuple[CacheConfig, tuple[float, ...], float], list[int]] = {}  # what is scored alike
     for index, config in enumerate(configs):
-        if not config.store.enabled:
+        if not config.cache_config.enabled:
             raise ConfigError("method off selects nothing: replay needs another method")
-        modes = config.read.head_modes
+        modes = config.selection_config.head_modes
         if modes is not None and (len(modes), len(modes[0])) != (capture.info.num_layers, capture.info.num_kv_heads):
             raise ConfigError(
                 f"head modes are of {len(modes)} layers x {len(modes[0])} kv heads, the capture's model has "
                 f"{capture.info.num_layers} x {capture.info.num_kv_heads}: calibrate that model"
             )
-        read = config.read  # a score reads on in more groups where more are selected
-        scored = read.stages, read.refine, read.policy, read.budget, read.budget_floor, read.top_pages
-        shared.setdefault((config.store, *(scored if config.store.facts.coded else ())), []).append(index)
+        selection_config = config.selection_config  # a score reads on in more groups where more are selected
+        scored = (
+            selection_config.cascade,
+            selection_config.rescore,
+            selection_config.policy,
+            selection_config.budget,
+            selection_config.budget_floor,
+            selection_config.top_pages,
+        )
+        shared.setdefault((config.cache_config, *(scored if config.cache_config.method_spec.coded else ())), []).append(
+            index
+        )
     rows: list[list[dict[str, Any]]] = [[] for _ in configs]  # of each configuration, one a (layer, step)
     for layer in layers:
         q, k, v = capture.layer(layer)
         keys, values = (np.ascontiguousarray(x.swapaxes(0, 1).astype(np.float64)) for x in (k, v))
-        for (store, *_), members in shared.items():
+        for (cache_config, *_), members in shared.items():
             one_layer = [_of_layer(configs[index], layer) for index in members]
-            state = _Layer(capture, backend, device, store, q, k, v, keys, values)
+            state = _Layer(capture, backend, device, cache_config, q, k, v, keys, values)
             for step in range(len(capture.lengths)):
                 for index, row in zip(members, state.step(step, one_layer), strict=True):
                     rows[index].append(row)
@@ -211,7 +222,11 @@ def replay_many(
 
 def _of_layer(config: EpsConfig, layer: int) -> EpsConfig:
     """The configuration for a cache of that layer alone."""
-    return config if config.read.head_modes is None else config.replace(head_modes=(config.read.head_modes[layer],))
+    return (
+        config
+        if config.selection_config.head_modes is None
+        else config.replace(head_modes=(config.selection_config.head_modes[layer],))
+    )
 
 
 def _result(capture: Capture, config: EpsConfig, layers: Sequence[int], rows: Sequence[dict[str, Any]]) -> ReplayResult:
@@ -220,7 +235,7 @@ def _result(capture: Capture, config: EpsConfig, layers: Sequence[int], rows: Se
         name: np.array([row[name] for row in rows]).reshape(len(layers), num_steps, *np.shape(rows[0][name]))
         for name in rows[0]
     }
-    return ReplayResult(config, tuple(layers), capture.lengths, -(-capture.lengths // config.store.S), **arrays)
+    return ReplayResult(config, tuple(layers), capture.lengths, -(-capture.lengths // config.cache_config.S), **arrays)
 
 
 class _Layer:
@@ -231,7 +246,7 @@ class _Layer:
         capture: Capture,
         backend: Backend,
         device: str,
-        store: Store,
+        cache_config: CacheConfig,
         q: np.ndarray,
         k: np.ndarray,
         v: np.ndarray,
@@ -240,9 +255,9 @@ class _Layer:
     ) -> None:
         info, self.backend, self.device, self.lengths = capture.info, backend, device, capture.lengths
         self.scale, self.q, self.k, self.v, self.keys, self.values = info.scale, q, k, v, keys, values
-        units = -(-int(self.lengths[-1]) // store.unit_tokens)
+        units = -(-int(self.lengths[-1]) // cache_config.unit_tokens)
         spec = CacheSpec(1, info.num_kv_heads, info.head_dim, units, info.kv_dtype, max_open_groups=1)
-        self.cache = backend.new_cache(spec, store, device)
+        self.cache = backend.new_cache(spec, cache_config, device)
         self.table = np.arange(units, dtype=np.int32)
         self.written = 0
         # as the live cache was filled: the last token of the first step comes alone
@@ -264,67 +279,69 @@ class _Layer:
             self._write(end)
         spec = self.cache.spec
         truth = truth_of(
-            self.q[step], self.keys[:, :length], self.values[:, :length], self.scale, self.cache.store.S
+            self.q[step], self.keys[:, :length], self.values[:, :length], self.scale, self.cache.cache_config.S
         )  # fmt: skip
         q = self.backend.from_numpy(self.q[step][None], "float32", self.device)
-        table = self.table[None, : -(-length // self.cache.store.unit_tokens)]
-        scores = self.backend.score(self.cache, 0, q, Where.of(configs[0], table, np.array([length])))
-        facts = self._facts(scores, truth)
+        table = self.table[None, : -(-length // self.cache.cache_config.unit_tokens)]
+        scores = self.backend.score(self.cache, 0, q, StepPlan.of(configs[0], table, np.array([length])))
+        method_spec = self._facts(scores, truth)
         dense = {"dense_bytes": length * spec.num_kv_heads * spec.kv_token_bytes}
-        return [facts | dense | self._attend(config, q, table, length, truth) for config in configs]
+        return [method_spec | dense | self._attend(config, q, table, length, truth) for config in configs]
 
     def _facts(self, scores: Scores, truth: Truth) -> dict[str, Any]:
-        """What follows from scores and truth alone, whatever is selected."""
+        """Return the facts that follow from scores and truth alone, whatever is selected."""
         kv_heads, _, groups = truth.log_masses.shape
         estimate = self._host(scores.estimate)[:, :groups]
-        facts: dict[str, Any] = {
+        method_spec: dict[str, Any] = {
             "recall_at": recall_at(estimate, truth.shares, RECALL_FRACTIONS),
-            "oracle_skip": certified_skip(truth.log_masses, truth.log_masses, CERTIFIED_LEVELS),
+            "oracle_skip": bounded_skip(truth.log_masses, truth.log_masses, CERTIFIED_LEVELS),
         }
         if scores.upper is None:
             none, zero = np.full(kv_heads, np.nan), np.zeros(kv_heads, np.int64)
             counts = dict.fromkeys(("bound_checks", "lower_violations", "upper_violations"), zero)
-            return facts | counts | {"upper_gap": none, "certified_skip": np.full((kv_heads, len(_LEVELS)), np.nan)}
+            return method_spec | counts | {"upper_gap": none, "bounded_skip": np.full((kv_heads, len(_LEVELS)), np.nan)}
         lower, upper = (self._host(bound)[..., :groups] for bound in (scores.lower, scores.upper))
         known = np.isfinite(upper)
         checks = known.sum(axis=(1, 2))
         gap = np.where(known, upper, 0) - np.where(known, truth.log_masses, 0)
-        return facts | {
+        return method_spec | {
             "bound_checks": checks,
             "lower_violations": (lower > truth.log_masses).sum(axis=(1, 2)),
             "upper_violations": (upper < truth.log_masses).sum(axis=(1, 2)),
             "upper_gap": np.where(checks > 0, gap.sum(axis=(1, 2)) / np.maximum(checks, 1), np.nan),
-            "certified_skip": certified_skip(upper, truth.log_masses, CERTIFIED_LEVELS),
+            "bounded_skip": bounded_skip(upper, truth.log_masses, CERTIFIED_LEVELS),
         }
 
     def _attend(self, config: EpsConfig, q: Array, table: np.ndarray, length: int, truth: Truth) -> dict[str, Any]:
         """Selects and attends as a decoder's step does, and compares with the truth."""
-        cache, where = self.cache, Where.of(config, table, np.array([length]))
+        cache, plan = self.cache, StepPlan.of(config, table, np.array([length]))
         kv_heads, _, groups = truth.log_masses.shape
-        out, read = attend_layer(self.backend, cache, 0, q, where)
+        out, read = sparse_attention(self.backend, cache, 0, q, plan)
         (stats,), (host_out,) = collect(self.backend, cache, [read], out)
-        visit = np.ones((kv_heads, groups), bool) if read.selection is None else self._visit(read.selection, groups)
+        selected_mask = (
+            np.ones((kv_heads, groups), bool) if read.selection is None else self._visit(read.selection, groups)
+        )
         wanted = (stats.counts if stats.wanted is None else stats.wanted)[0]
-        certificate = np.full(kv_heads, np.nan) if stats.mass_skipped_cert is None else stats.mass_skipped_cert[0]
-        escalated = np.zeros(kv_heads, np.int64) if stats.escalated is None else stats.escalated[0]
-        assert stats.mass_skipped_est is not None
-        unread = (truth.shares * ~visit[:, None]).sum(axis=2)
+        error_bound = np.full(kv_heads, np.nan) if stats.skipped_mass_bound is None else stats.skipped_mass_bound[0]
+        extended = np.zeros(kv_heads, np.int64) if stats.extended is None else stats.extended[0]
+        assert stats.skipped_mass is not None
+        unread = (truth.shares * ~selected_mask[:, None]).sum(axis=2)
         dense_out = truth.out.reshape(kv_heads, -1)
         error = np.linalg.norm(host_out[0].astype(np.float64).reshape(kv_heads, -1) - dense_out, axis=1)
         return {
-            "visited": visit.sum(axis=1),
-            "forced": int(stats.forced[0]),
-            "escalated": escalated.astype(np.int64),
+            "selected": selected_mask.sum(axis=1),
+            "always_selected": int(stats.always_selected[0]),
+            "extended": extended.astype(np.int64),
             "kv_bytes": stats.kv_bytes_read,
             "summary_bytes": stats.summary_bytes_read,
-            "skipped_est": stats.mass_skipped_est[0].astype(np.float64),
+            "skipped_est": stats.skipped_mass[0].astype(np.float64),
             "skipped_true": unread.max(axis=1),
             "recall": 1 - unread.mean(axis=1),
-            "false_skips": false_skips(visit, truth, config.read.epsilon),
+            "false_skips": false_skips(selected_mask, truth, config.selection_config.epsilon),
             "output_error": error / np.linalg.norm(dense_out, axis=1),
-            "union_amplification": visit.any(axis=0).sum() / wanted.mean(),
-            "certificate": certificate.astype(np.float64),
-            "certificate_violations": unread.max(axis=1) > certificate,
+            "union_amplification": selected_mask.any(axis=0).sum() / wanted.mean(),
+            "error_bound": error_bound.astype(np.float64),
+            "bound_violations": unread.max(axis=1) > error_bound,
         }
 
     def _host(self, array: Array) -> np.ndarray:
@@ -334,10 +351,10 @@ class _Layer:
     def _visit(self, selection: Selection, groups: int) -> np.ndarray:
         """[Hkv, G] bool."""
         listed, counts = self._host(selection.groups), self._host(selection.counts)
-        visit = np.zeros((len(listed), groups), bool)
+        selected_mask = np.zeros((len(listed), groups), bool)
         for head, count in enumerate(counts):
-            visit[head, listed[head, :count]] = True
-        return visit
+            selected_mask[head, listed[head, :count]] = True
+        return selected_mask
 
 
 # what captures must share for a mean over them to say something: one model, one context and one kind of decode.

@@ -1,4 +1,4 @@
-"""What one `eps-proto run` is asked for, and what of it excludes each other."""
+"""The settings of one `eps-proto run`, and which of them exclude each other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Any
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, KvFormats
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.evaluation.runner import UNVERIFIED
-from eps_core.evict.keep import Keep
+from eps_core.eviction.config import EvictionConfig
 from eps_core.load import OWN
-from eps_core.telemetry.steps import AUDIT_FACTOR
+from eps_core.metrics.steps import AUDIT_FACTOR
 
-KEEP_ALL = Keep()
+KEEP_ALL = EvictionConfig()
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the command line asked for. `model` None is the demo model; no prompt is its needle document."""
+    """Settings that the command line asked for. `model` None is the demo model; no prompt is its needle document."""
 
     config: EpsConfig
     sampling: Sampling
@@ -48,8 +48,8 @@ class RunRequest:
     chat: bool = False  # prompts are messages, put into the model's chat template
     keep_newline: bool = False  # the final one of a prompt's file
     auto_min_context: bool = False  # measured by `prepare`, which settles the config
-    verify: Verify = UNVERIFIED  # of the EPS side
-    keep: Keep = KEEP_ALL  # the same
+    verify: SpeculativeConfig = UNVERIFIED  # of the EPS side
+    keep: EvictionConfig = KEEP_ALL  # the same
     cache_dir: Path | None = None  # where prompts are kept between runs
     engine: str = OWN  # the decoder that runs the model: our own, or another engine with EPS in it
     # with the built-in prompt: times one layer of a large model, for the end of the table
@@ -57,7 +57,7 @@ class RunRequest:
 
     @property
     def coded(self) -> bool:
-        """Whether K and V lie as codes."""
+        """Return whether K and V lie as codes."""
         return self.kv_bits != EXACT
 
     @property
@@ -68,13 +68,17 @@ class RunRequest:
 
     @property
     def changes(self) -> bool:
-        """Whether anything but the model's own dense decoding runs."""
-        return self.config.store.enabled or self.keep.enabled or self.coded
+        """Return whether anything but the model's own dense decoding runs."""
+        return self.config.cache_config.enabled or self.keep.enabled or self.coded
 
     @property
     def reads(self) -> str:
-        """What reads the cache beside the dense run."""
-        names = [name for name, on in (("EPS", self.config.store.enabled), (self.keep.policy, self.keep.enabled)) if on]
+        """Return the name of what reads the cache beside the dense run."""
+        names = [
+            name
+            for name, on in (("EPS", self.config.cache_config.enabled), (self.keep.policy, self.keep.enabled))
+            if on
+        ]
         return " + ".join(names) or "dense"
 
     def check(self) -> None:
@@ -91,15 +95,16 @@ class RunRequest:
             "--kl compares with the dense run: it needs a --method, --kv-evict or --kv-bits, and no --no-baseline",
         )
         require(
-            not self.audit_every or self.config.store.enabled, "--audit-every audits gated steps: choose a --method"
+            not self.audit_every or self.config.cache_config.enabled,
+            "--audit-every audits sparse steps: choose a --method",
         )
         require(
             not (self.verify.enabled and self.kl),
             "--kl measures how far EPS moves the text and --eps-verify moves none: drop one",
         )
         for name, on, why in (
-            ("--eps-verify", self.verify.enabled, "a dense pass needs all that was let go of"),
-            ("--audit-every", self.audit_every > 0, "an audit attends densely to all that was let go of"),
+            ("--eps-verify", self.verify.enabled, "a dense pass needs all that was evict"),
+            ("--audit-every", self.audit_every > 0, "an audit attends densely to all that was evict"),
             ("--pool-tokens", self.pool_tokens is not None, "its cache is made for what is kept"),
             ("--cache-dir", self.cache_dir is not None, "what is left of a prompt is no prefix of another"),
         ):

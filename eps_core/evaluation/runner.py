@@ -1,7 +1,7 @@
-"""Documents under arms: prefilled once, decoded densely and by each arm, compared step by step.
+"""Documents under variants: prefilled once, decoded densely and by each variant, compared step by step.
 
-Arms differ in decode alone, which is all that EPS changes. All but the last token of a document is prefilled, so that
-what follows the prompt comes from the gate from the first token on.
+Variants differ in decode alone, which is all that EPS changes. All but the last token of a document is prefilled, so
+that what follows the prompt comes from the gate from the first token on.
 """
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
@@ -10,22 +10,22 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import Read
-from eps_core.config.store import Store
-from eps_core.config.verify import Verify
+from eps_core.config.selection import SelectionConfig
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import UNVERIFIED, Session
 from eps_core.decode.verified import verified
+from eps_core.metrics.rounds import RoundRecord, summarise_rounds
+from eps_core.metrics.steps import StepRecord, kl_divergence, summarise
 from eps_core.models.config import ModelSpec
 from eps_core.summaries.keys import CENTRE_TOKENS
-from eps_core.telemetry.rounds import RoundRecord, summarise_rounds
-from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
-DENSE = "dense"  # the arm that the others are compared with
+DENSE = "dense"  # the variant that the others are compared with
 GREEDY = Sampling()
 DEFAULT_CONTEXT = 4096  # tokens
 K = TypeVar("K", bound=Hashable)
@@ -43,7 +43,7 @@ class Document:
 
     prompt: list[int]
     num_steps: int
-    forced: list[int] | None = None  # what the steps after the first are fed
+    always_selected: list[int] | None = None  # what the steps after the first are fed
     stop: tuple[int, ...] = ()
 
     @classmethod
@@ -76,7 +76,7 @@ class Outcome:
         return np.array([record.logits for record in self.records])
 
     def against(self, dense: "Outcome") -> None:
-        """Compares step by step with a dense decode that was fed the same; its own logits are let go."""
+        """Compares step by step with a dense decode that was fed the same; its own logits are evicted."""
         want, got = dense.logits, self.logits
         self.kl, self.agree = kl_divergence(want, got), want.argmax(-1) == got.argmax(-1)
         for record in self.records:
@@ -116,10 +116,10 @@ def decode(
     cache: Any,
     pool: Any,
     documents: Sequence[Document],
-    read: Read | None,
+    selection_config: SelectionConfig | None,
     sampling: Sampling = GREEDY,
     on_record: Callable[[Any], None] | None = None,
-    verify: Verify = UNVERIFIED,
+    verify: SpeculativeConfig = UNVERIFIED,
     decoder: Decoder | None = None,
     **more: Any,
 ) -> tuple[Outcome, Any]:
@@ -127,22 +127,22 @@ def decode(
     step's or round's record is handed over as it comes. `decoder`: another than the session's."""
     prompts, stop = [one.prompt for one in documents], documents[0].stop
     num_steps, outcome = max(one.num_steps for one in documents), Outcome(said=[[] for _ in documents])
-    if verify.enabled and read is not None and cache.store.enabled:
-        assert documents[0].forced is None, "a verified decode says what it says: it cannot be forced"
-        session.check_kernels(cache.store, verified=True)
+    if verify.enabled and selection_config is not None and cache.cache_config.enabled:
+        assert documents[0].always_selected is None, "a verified decode says what it says: it cannot be forced"
+        session.check_kernels(cache.cache_config, verified=True)
         known = {name: more[name] for name in ("prefill_chunk", "on_prefill", "written") if name in more}
         rounds = verified(
-            decoder or session.decoder, cache, pool, prompts, num_steps, sampling, read, verify, stop,
+            decoder or session.decoder, cache, pool, prompts, num_steps, sampling, selection_config, verify, stop,
             drafter=session.drafter(verify), **known,
         )  # fmt: skip
         return outcome, _drain(rounds, outcome.rounds, outcome.said, stop, on_record)
-    forced = None
-    if documents[0].forced is not None:
+    always_selected = None
+    if documents[0].always_selected is not None:
         # the token after a text's last one is never fed: any will do
-        forced = [[*(one.forced or ()), one.prompt[-1]] for one in documents]
+        always_selected = [[*(one.always_selected or ()), one.prompt[-1]] for one in documents]
     steps = generate(
-        decoder or session.decoder, cache, pool, prompts, num_steps, sampling, read, stop_tokens=stop,
-        forced_tokens=forced, **more,
+        decoder or session.decoder, cache, pool, prompts, num_steps, sampling, selection_config, stop_tokens=stop,
+        always_selected_tokens=always_selected, **more,
     )  # fmt: skip
     return outcome, _drain(steps, outcome.records, outcome.said, stop, on_record)
 
@@ -171,54 +171,54 @@ def _drain(
 def run_batch(
     session: Session,
     documents: Sequence[Document],
-    arms: Mapping[K, EpsConfig],
+    variants: Mapping[K, EpsConfig],
     prefixes: Sequence[Prefix],
     dense: Outcome | None = None,
-    verifies: Mapping[K, Verify] | None = None,
+    verifies: Mapping[K, SpeculativeConfig] | None = None,
     **more: Any,
 ) -> dict[K, Outcome]:
-    """Every arm's decode of documents whose `prefixes` are at hand; along texts, against `dense` where it is given.
-    Arms of `verifies` are verified, so that documents go on by themselves.
-    Arms that keep the same share one cache, each writing over what the one before it decoded: an arm is what it would
-    be alone, but for keys read back to seal the group that a prompt ends in. Where the prompts are too short for key
-    codes' centre, which the first arm's decode would then find for the next one, each has a cache of its own."""
+    """Every variant's decode of documents whose `prefixes` are at hand; along texts, against `dense` where it is given.
+    Variants of `verifies` are verified, so that documents go on by themselves. Variants that keep the same share one
+    cache, each writing over what the one before it decoded: each is what it would be alone, but for keys read back to
+    finalize the group that a prompt ends in. Where the prompts are too short for key codes' centroid, which the first
+    variant's decode would then find for the next one, each has a cache of its own."""
     room = max(one.num_steps for one in documents)
     num_tokens = max(len(prefix.tokens) for prefix in prefixes) + room
-    texts = documents[0].forced is not None
+    texts = documents[0].always_selected is not None
     found: dict[K, Outcome] = {}
     short = sum(len(prefix.tokens) for prefix in prefixes) < CENTRE_TOKENS
-    for store, mine in _groups(arms, short):
-        cache, pool = session.cache(store, [num_tokens] * len(documents))
+    for cache_config, mine in _groups(variants, short):
+        cache, pool = session.cache(cache_config, [num_tokens] * len(documents))
         written = []
         for prefix in prefixes:
             sequence, cache = prefix.into(session.backend, cache, pool, room)
             written.append(sequence)
         for name in mine:
             found[name], cache = decode(
-                session, cache, pool, documents, arms[name].read, written=written, keep_logits=texts,
+                session, cache, pool, documents, variants[name].selection_config, written=written, keep_logits=texts,
                 verify=(verifies or {}).get(name, UNVERIFIED), **more,
             )  # fmt: skip
             for sequence, prefix in zip(written, prefixes, strict=True):
                 pool.rewind(sequence, len(prefix.tokens))
             if texts and dense is not None:
                 found[name].against(dense)
-    return {name: found[name] for name in arms}
+    return {name: found[name] for name in variants}
 
 
-def _groups(arms: Mapping[K, EpsConfig], alone: bool) -> list[tuple[Store, list[K]]]:
-    """The arms that share a cache, by what it keeps; where they must stand `alone`, each by itself if it finds a
-    centre."""
-    found: dict[Hashable, tuple[Store, list[K]]] = {}
-    for name, config in arms.items():
-        key = (config.store, name) if alone and config.store.bound_bits else config.store
-        found.setdefault(key, (config.store, []))[1].append(name)
+def _groups(variants: Mapping[K, EpsConfig], alone: bool) -> list[tuple[CacheConfig, list[K]]]:
+    """The variants that share a cache, by what it keeps; where they must stand `alone`, each by itself if it finds a
+    centroid."""
+    found: dict[Hashable, tuple[CacheConfig, list[K]]] = {}
+    for name, config in variants.items():
+        key = (config.cache_config, name) if alone and config.cache_config.bound_bits else config.cache_config
+        found.setdefault(key, (config.cache_config, []))[1].append(name)
     return list(found.values())
 
 
 def run_document(
-    session: Session, document: Document, arms: Mapping[Any, EpsConfig], **more: Any
+    session: Session, document: Document, variants: Mapping[Any, EpsConfig], **more: Any
 ) -> dict[Any, Outcome]:
-    """One document, prefilled once: `DENSE` first, then every arm, along a text compared with it."""
+    """One document, prefilled once: `DENSE` first, then every variant, along a text compared with it."""
     prefixes = [session.prefix(document.prompt[:-1])]
     outcomes = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes, **more)
-    return {**outcomes, **run_batch(session, [document], arms, prefixes, outcomes[DENSE], **more)}
+    return {**outcomes, **run_batch(session, [document], variants, prefixes, outcomes[DENSE], **more)}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from eps_core.errors import ConfigError, one_line, shown
-from eps_core.files import inputs
+from eps_core.io import inputs
 from eps_core.models.fields import read_json
 from eps_core.models.tokenizer_class import special_tokens
 
@@ -46,7 +46,7 @@ def render_messages(path: Path, messages: list[dict[str, str]]) -> str:
         return environment.from_string(template).render(**(special | given))
     except Exception as error:  # a template is a program, and may fail as any
         raise ConfigError(
-            f"the chat template of {path} fails on this prompt ({one_line(error)}): leave out --chat, or mend it"
+            f"the chat template of {path} fails on this prompt ({one_line(error)}): leave out --chat, or fix it"
         ) from error
 
 
@@ -59,7 +59,7 @@ def in_chat(path: Path, encode: Callable[..., list[int]]) -> Callable[[str, str]
 
 
 def has_template(path: Path) -> bool:
-    """Whether the model in `path` brings a chat template."""
+    """Return whether the model in `path` brings a chat template."""
     config = path / "tokenizer_config.json"
     return any(os.path.lexists(path / name) for name in ("chat_template.jinja", "chat_template.json")) or (
         os.path.lexists(config) and read_json(config).get("chat_template") is not None

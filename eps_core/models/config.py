@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from eps_core.config.store import DTYPE_BYTES
+from eps_core.config.cache import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.models.fields import Fields
 from eps_core.models.folder import quantisation, quantisation_fix

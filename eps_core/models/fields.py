@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.errors import ConfigError, shown
-from eps_core.files import inputs, records
+from eps_core.io import inputs, records
 
 MOST_SIZE = 2**24  # of hidden layers, vocabularies ..; beyond any model, and refused before memory or time goes
 

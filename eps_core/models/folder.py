@@ -1,5 +1,5 @@
-"""What a model folder holds, found out before anything is loaded or compiled. What the chosen decoder does not read is
-refused by its name, with the way out."""
+"""The content of a model folder, found out before anything is loaded or compiled. What the chosen decoder does not read
+is refused by its name, with the way out."""
 
 import os
 from collections.abc import Iterable
@@ -177,7 +177,7 @@ def check_weights_there(path: Path, engine: str = OWN) -> None:
 
 
 def _instead(path: Path, names: list[str]) -> str:
-    """What a folder without config.json holds, and the fix."""
+    """Return the content of a folder without config.json, and the fix."""
     found = _foreign(names)
     if found is not None:
         return f"the folder holds {found[0]}; {found[1]}"
@@ -195,7 +195,7 @@ def _foreign(names: list[str]) -> tuple[str, str] | None:
 
 
 def _begins(file: Path, mark: bytes) -> bool:
-    """Whether a file begins with `mark`; False where it cannot be read, which its own reader then says."""
+    """Return whether a file begins with `mark`; False where it cannot be read, which its own reader then says."""
     try:
         if mark == _POINTER and os.stat(file).st_size > _POINTER_BYTES:
             return False

@@ -1,4 +1,4 @@
-"""What `--model` names: a directory, or a repository of the Hugging Face Hub, fetched into its shared cache."""
+"""The model of `--model`: a directory, or a repository of the Hugging Face Hub, fetched into its shared cache."""
 
 import os
 import re
@@ -90,20 +90,20 @@ def _refuse(name: str, revision: str | None, error: Exception) -> NoReturn:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
-        mend = f"is gated: accept its terms on {constants.ENDPOINT}/{name}, then set HF_TOKEN or run `hf auth login`"
+        fix = f"is sparse: accept its terms on {constants.ENDPOINT}/{name}, then set HF_TOKEN or run `hf auth login`"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        mend = "is neither a directory here nor a repository of the Hub: check the name; a private one needs HF_TOKEN"
+        fix = "is neither a directory here nor a repository of the Hub: check the name; a private one needs HF_TOKEN"
     elif isinstance(error, errors.RevisionNotFoundError):
-        mend = f"has no revision {revision!r}: name a branch, a tag or a commit"
+        fix = f"has no revision {revision!r}: name a branch, a tag or a commit"
     elif isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
-        mend = (
+        fix = (
             f"is no directory here and not (whole) in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set: unset it, "
             "or give a folder"
         )
     else:
         cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
-        mend = (
+        fix = (
             f"is no directory here and cannot be fetched from {constants.ENDPOINT} ({one_line(cause)}): check the "
             "network, the disk and the name"
         )
-    raise ConfigError(f"model {name} {mend}") from error
+    raise ConfigError(f"model {name} {fix}") from error

@@ -28,8 +28,8 @@ _BY_LAYER = (
 
 
 def rope_of_layer(fields: Fields, layer: int) -> Rope | None:
-    """What config.json says of a layer, in `rope_parameters`, which may have a set for each kind of layer, or in
-    rope_theta and rope_scaling; None where it names no base, or a kind that is not read here."""
+    """Return the rotary settings of a layer in config.json: in `rope_parameters`, which may have a set for each kind of
+    layer, or in rope_theta and rope_scaling; None where it names no base, or a kind that is not read here."""
     config = fields.values
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = config.get("layer_types")
@@ -93,7 +93,7 @@ def read_rope(fields: Fields, max_positions: int) -> tuple[float, dict[str, Any]
 
 
 def _longrope_numbers(within: Fields, original: float, max_positions: int) -> dict[str, Any]:
-    """What LongRoPE (arXiv 2402.13753) computes with: by what each pair's wavelength is stretched, and the factor of
+    """Return the numbers of LongRoPE (arXiv 2402.13753): by what each pair's wavelength is stretched, and the factor of
     cosine and sine. There are `factors` for texts of up to the original context and others beyond it; a cached key
     keeps its rotation, so a model with a longer context takes the latter at every length."""
     long = max_positions > original
@@ -110,7 +110,7 @@ def _longrope_numbers(within: Fields, original: float, max_positions: int) -> di
 
 
 def _yarn_numbers(within: Fields, original: float, max_positions: int) -> dict[str, Any]:
-    """All that YaRN computes with, and transformers' defaults for what is absent."""
+    """Return all that YaRN computes with, and transformers' defaults for what is absent."""
     # null, unlike a missing key, means the ratio of the contexts
     ratio = max_positions / original if "factor" in within.values else None
     factor = within.number("factor", ratio)
@@ -147,7 +147,7 @@ def _check_finite(spec: ModelSpec | Rope, fields: Fields) -> None:
     numbers = np.append(inverse_frequencies(spec), attention_factor(spec))
     if not (np.isfinite(numbers) & (numbers >= 0)).all() or not attention_factor(spec):
         values = shown({"rope_theta": spec.rope_theta} | (spec.rope_scaling or {}))
-        raise ConfigError(f"the rotary embeddings of {fields.file} overflow ({values}): mend its rope_parameters")
+        raise ConfigError(f"the rotary embeddings of {fields.file} overflow ({values}): fix its rope_parameters")
 
 
 @np.errstate(all="ignore")  # what overflows is refused by `check_rope`
@@ -158,7 +158,7 @@ def inverse_frequencies(spec: ModelSpec | Rope) -> np.ndarray:
     below original / high_freq_factor are kept, and between them the two are blended linearly. `yarn`: pairs that turn
     more than beta_fast times within the original context are kept, those that turn less than beta_slow times are
     stretched, and between them the two are blended linearly by dimension. `dynamic` stretches beyond the model's
-    context alone, where it would turn every key anew: EPS ends there, and within it the rotation is the plain one.
+    context alone, where it would turn every key again: EPS ends there, and within it the rotation is the plain one.
     `longrope`: each pair is stretched by a number of its own.
     """
     rotated = spec.rotated if isinstance(spec, Rope) else spec.head_dim
@@ -194,7 +194,7 @@ def _yarn_dimensions(theta: float, rotated: int, scaling: dict[str, Any]) -> tup
 
 
 def attention_factor(spec: ModelSpec | Rope) -> float:
-    """What cosine and sine are multiplied by, for queries and for keys: of YaRN and LongRoPE, else 1."""
+    """Return the factor of cosine and sine, for queries and for keys: of YaRN and LongRoPE, else 1."""
     return 1.0 if spec.rope_scaling is None else spec.rope_scaling.get("attention_factor", 1.0)
 
 

@@ -1,4 +1,4 @@
-"""What the decoders need to know of a model; the same for every backend."""
+"""The facts of a model that the decoders need; the same for every backend."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,10 +84,10 @@ class ModelSpec:
 
     @property
     def context_note(self) -> str:
-        """What a refusal of a longer context adds, where the model promises one that EPS does not compute."""
+        """Return the end of a refusal of a longer context, where the model promises one that EPS does not compute."""
         if self.rope_scaling is None or self.rope_scaling["rope_type"] != "dynamic":
             return ""
-        return " (its dynamic RoPE scaling beyond that would turn every cached key anew, which EPS does not do)"
+        return " (its dynamic RoPE scaling beyond that would turn every cached key again, which EPS does not do)"
 
     @property
     def notes(self) -> list[str]:

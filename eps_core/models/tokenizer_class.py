@@ -1,6 +1,6 @@
-"""What transformers 5 makes of a folder's tokenizer files beyond tokenizer.json: its special tokens, and what the
-tokenizer class does that the folder names. Some classes build normaliser, pre-tokenizer and decoder anew and take only
-the vocabulary from tokenizer.json: Qwen2's composes accents (NFC), whatever the file says."""
+"""The tokenizer that transformers 5 makes of a folder's tokenizer files beyond tokenizer.json: its special tokens, and
+what the tokenizer class does that the folder names. Some classes build normaliser, pre-tokenizer and decoder again and
+take only the vocabulary from tokenizer.json: Qwen2's composes accents (NFC), whatever the file says."""
 
 import os
 import sys

@@ -52,7 +52,7 @@ class Stored:
 
 
 def weight_names(spec: ModelSpec) -> dict[str, Stored]:
-    """Where each weight lies, by our short name.
+    """Return where each weight lies, by our short name.
 
     "embed", "norm", "lm_head" (absent where tied) and, for each layer i, "layers.i." with input_norm, q, k, v, o,
     post_norm, gate, up, down, where the model has them their biases "q_bias" .., q_norm and k_norm, and the norms of

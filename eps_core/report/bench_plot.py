@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.bench.layer import GRAPH
-from eps_core.files.outputs import replacing
+from eps_core.io.outputs import replacing
 from eps_core.report.style import MARKERS, PALETTE, svg
 
 Line = dict[str, Any]
 
 PLOTS = ("roofline.svg", "scaling.svg")
-_PARTS = ("attend", "score", "select", "tail", "write", "step")
+_PARTS = ("attend", "score", "select", "correction", "write", "step")
 _COLOURS = dict(zip((*_PARTS, "dense"), PALETTE, strict=False))
 
 
@@ -37,14 +37,14 @@ def _title(line: Line) -> str:
     return name + (" (INTERPRETED: times mean nothing)" if line["interpreted"] else "")
 
 
-def _arm(cell: Line, part: str) -> Line | None:
-    """The part's arm: the recorded launch where there is one, as an engine would run it."""
-    arms = cell["arms"]
-    return arms[cell["best_dense"]] if part == "dense" else arms.get(part + GRAPH, arms.get(part))
+def _variant(cell: Line, part: str) -> Line | None:
+    """The part's variant: the recorded launch where there is one, as an engine would run it."""
+    variants = cell["arms"]
+    return variants[cell["best_dense"]] if part == "dense" else variants.get(part + GRAPH, variants.get(part))
 
 
 def _method(cell: Line) -> str:
-    return f"{cell['method']}@{cell['group_tokens']}"
+    return f"{cell['method']}@{cell['group_size']}"
 
 
 def _roofline(figure: Any, run: Line, cells: list[Line]) -> None:
@@ -53,21 +53,21 @@ def _roofline(figure: Any, run: Line, cells: list[Line]) -> None:
     methods = list(dict.fromkeys(map(_method, cells)))
     seen: set[str] = set()
 
-    def point(arm: Line, part: str, marker: str, label: str) -> None:
+    def point(variant: Line, part: str, marker: str, label: str) -> None:
         axes.plot(
-            arm["bytes"] / 2**20, arm["gbps"], linestyle="none", marker=marker, color=_COLOURS[part], markersize=6,
-            alpha=0.8, label=None if label in seen else label,
+            variant["bytes"] / 2**20, variant["gbps"], linestyle="none", marker=marker, color=_COLOURS[part],
+            markersize=6, alpha=0.8, label=None if label in seen else label,
         )  # fmt: skip
         seen.add(label)
 
     for cell in cells:
         marker = MARKERS[1 + methods.index(_method(cell)) % (len(MARKERS) - 1)]
-        for part in ("attend", "score", "tail", "step"):
-            if (arm := _arm(cell, part)) is not None and arm["bytes"]:
-                point(arm, part, marker, f"{part}, {_method(cell)}")
-        dense = _arm(cell, "dense")
+        for part in ("attend", "score", "correction", "step"):
+            if (variant := _variant(cell, part)) is not None and variant["bytes"]:
+                point(variant, part, marker, f"{part}, {_method(cell)}")
+        dense = _variant(cell, "dense")
         assert dense is not None
-        point(dense, "dense", "o", "fastest dense arm")
+        point(dense, "dense", "o", "fastest dense variant")
     for name, style in (("copy", "--"), ("read", ":")):
         gbps = run["bandwidth"][f"{name}_gbps"]
         axes.axhline(gbps, color="black", linewidth=1, linestyle=style, label=f"measured {name}: {gbps:,.0f} GB/s")
@@ -99,17 +99,17 @@ def _scaling(figure: Any, cells: list[Line]) -> None:
         for axes, key, unit in ((row[0], "ms", "ms"), (row[1], "bytes", "MiB")):
             factor = 1 if key == "ms" else 2**-20
             for part in (*_PARTS, "dense"):
-                arms = [arm for cell in group if (arm := _arm(cell, part)) is not None]
-                if len(arms) < len(group):
+                variants = [variant for cell in group if (variant := _variant(cell, part)) is not None]
+                if len(variants) < len(group):
                     continue
                 axes.plot(
-                    contexts, [arm[key] * factor for arm in arms], color=_COLOURS[part], label=part, linewidth=1.5,
-                    marker="o", markersize=4, linestyle="--" if part == "dense" else "-",
+                    contexts, [variant[key] * factor for variant in variants], color=_COLOURS[part], label=part,
+                    linewidth=1.5, marker="o", markersize=4, linestyle="--" if part == "dense" else "-",
                 )  # fmt: skip
                 if key == "ms":
                     axes.fill_between(
-                        contexts, [arm["p10_ms"] for arm in arms], [arm["p90_ms"] for arm in arms],
-                        color=_COLOURS[part], alpha=0.15, linewidth=0,
+                        contexts, [variant["p10_ms"] for variant in variants],
+                        [variant["p90_ms"] for variant in variants], color=_COLOURS[part], alpha=0.15, linewidth=0,
                     )  # fmt: skip
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")

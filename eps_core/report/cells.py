@@ -1,4 +1,4 @@
-"""What a line of results says: its names, values and texts; fields may be absent or of another type."""
+"""The content of a line of results: its names, values and texts; fields may be absent or of another type."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from eps_core.evaluation.quality import MIN_DENSE_SCORE
-from eps_core.files.records import number
+from eps_core.io.records import number
 from eps_core.report.kinds import Line
-from eps_core.summaries.table import facts
+from eps_core.summaries.table import method_spec
 
 
 @dataclass(frozen=True)
@@ -92,31 +92,34 @@ def run_setting(run: Line, name: str) -> str:
     return str((run["run"].get("config") or {}).get(name) or "?")
 
 
-def arm(cell: Line) -> str:
-    """The arm's name; of a comparison of policies alone, the policy's."""
+def variant(cell: Line) -> str:
+    """The variant's name; of a comparison of policies alone, the policy's."""
     if cell.get("method"):
-        return arm_name(cell)
+        return variant_name(cell)
     return f"policy {cell['policy']}" if cell.get("policy") else "not named"
 
 
-def arm_name(cell: Mapping[str, Any]) -> str:
-    """Return the name of a cell's arm: the method and the settings that the cell has."""
+def variant_name(cell: Mapping[str, Any]) -> str:
+    """Return the name of a cell's variant: the method and the settings that the cell has."""
     name = str(cell.get("method", "?"))
     if cell.get("bits") is not None:
         name += f" {cell['bits']} bit"
     if cell.get("dim") is not None:
         name += f" dim {cell['dim']}"
-    if cell.get("group_tokens") is not None:
-        name += f" S={cell['group_tokens']}"
-    if number(cell.get("refine")):
+    if cell.get("group_size") is not None:
+        name += f" S={cell['group_size']}"
+    if number(cell.get("rescore")):
         name += " +1 bit"
     if number(cell.get("mean_tokens")):
-        name += f" about {cell['mean_tokens']:g}" + ("" if cell.get("stages") else ", whole")
-    if number(cell.get("tail_tokens")):
-        name += " tail"
-    guards = cell.get("guards")
-    if isinstance(guards, (list, tuple)) and tuple(guards) != facts(str(cell.get("method"))).guards:
-        name += f" guards {'+'.join(map(str, guards))}"
+        name += f" about {cell['mean_tokens']:g}" + ("" if cell.get("cascade") else ", whole")
+    if number(cell.get("correction_tokens")):
+        name += " correction"
+    sink_recent = cell.get("sink_recent")
+    if (
+        isinstance(sink_recent, (list, tuple))
+        and tuple(sink_recent) != method_spec(str(cell.get("method"))).sink_recent
+    ):
+        name += f" sink and recent tokens {'+'.join(map(str, sink_recent))}"
     if number(cell.get("bound_bits")):
         name += f" {cell['bound_bits']} bit bounds"
     if cell.get("scope") == "union":
@@ -127,29 +130,29 @@ def arm_name(cell: Mapping[str, Any]) -> str:
 
 
 def loss_points(cell: Mapping[str, Any]) -> float | None:
-    """Return the questions answered densely less those answered gated, in points (percent of all questions); below 0 is
-    a gain. Of a task it is the mean score that is lost; None where dense itself fails it."""
+    """Return the questions answered densely less those answered sparse, in points (percent of all questions); below 0
+    is a gain. Of a task it is the mean score that is lost; None where dense itself fails it."""
     if cell.get("type") == "task":
         change, score = number(cell.get("eps_minus_dense")), number(cell.get("dense")) or 0
         return None if change is None or score < MIN_DENSE_SCORE else -100 * change
-    total, dense, gated = (number(cell.get(key)) for key in ("num_needles", "needles_dense", "needles_answered"))
-    if not total or dense is None or gated is None:
+    total, dense, sparse = (number(cell.get(key)) for key in ("num_needles", "needles_dense", "needles_answered"))
+    if not total or dense is None or sparse is None:
         return None
-    return 100 * (dense - gated) / total
+    return 100 * (dense - sparse) / total
 
 
 def p95_saved_percent(cell: Mapping[str, Any]) -> float | None:
     """Return how much lower the 95th percentile of decode time is, in percent of dense, on the cell's device; None
     where it was not measured, or the device is unknown."""
-    dense, gated = number(cell.get("dense_decode_ms_p95")), number(cell.get("decode_ms_p95"))
-    if not dense or gated is None or cell.get("device") is None:
+    dense, sparse = number(cell.get("dense_decode_ms_p95")), number(cell.get("decode_ms_p95"))
+    if not dense or sparse is None or cell.get("device") is None:
         return None
-    return 100 * (1 - gated / dense)
+    return 100 * (1 - sparse / dense)
 
 
 def curve_name(cell: Line) -> str:
-    """What stays along a curve whose budget changes."""
-    name, policy = arm(cell), cell.get("policy")
+    """Return the name of what stays along a curve whose budget changes."""
+    name, policy = variant(cell), cell.get("policy")
     if not cell.get("method") and cell.get("scope") == "union":
         name += " union"
     if policy in (None, "topk") or not cell.get("method"):

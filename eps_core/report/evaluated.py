@@ -1,8 +1,8 @@
-"""What `eps-proto evaluate -o` found, drawn: scores of tasks, and KL along text."""
+"""Drawings of what `eps-proto evaluate -o` found: scores of tasks, and KL along text."""
 
 from typing import Any
 
-from eps_core.files.records import number
+from eps_core.io.records import number
 from eps_core.report import cells as of
 from eps_core.report.cells import Table, field, form, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, scatter
@@ -13,7 +13,7 @@ def tasks(lines: list[Line]) -> tuple[list[Figure], list[Table]]:
     points: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         if (dense := number(line.get("dense"))) is not None and (eps := number(line.get("eps"))) is not None:
-            points.setdefault(of.arm(line), []).append((eps, dense))
+            points.setdefault(of.variant(line), []).append((eps, dense))
     plot = scatter(
         points,
         "mean score, dense",
@@ -25,7 +25,7 @@ def tasks(lines: list[Line]) -> tuple[list[Figure], list[Table]]:
     table = table_of(
         lines,
         (
-            ("arm", of.arm),
+            ("variant", of.variant),
             ("policy", of.policy),
             ("task", lambda line: str(line.get("task") or "not named")),
             ("context, tokens", lambda line: f"{of.context(line):,}" if of.context(line) else "own"),
@@ -43,13 +43,13 @@ def tasks(lines: list[Line]) -> tuple[list[Figure], list[Table]]:
 
 
 def texts(lines: list[Line]) -> tuple[list[Figure], list[Table]]:
-    by_arm = of.grouped(lines, lambda line: (f"{of.arm(line)} at {of.context(line):,}", of.method(line)))
+    by_variant = of.grouped(lines, lambda line: (f"{of.variant(line)} at {of.context(line):,}", of.method(line)))
 
     def points(group: list[Line]) -> list[tuple[float, float]]:
         return of.sorted_points((number(line.get("bytes_ratio")), number(line.get("eps_kl"))) for line in group)
 
     plot = curves(
-        [Curve(name, points(group), method) for (name, method), group in by_arm.items()][:MAX_CURVES],
+        [Curve(name, points(group), method) for (name, method), group in by_variant.items()][:MAX_CURVES],
         "bytes read (K, V, summaries), share of dense",
         "KL to dense, nats",
         "Mean KL of the next token against dense along real text, in nats (log scale; lower is better), over the bytes "
@@ -59,7 +59,7 @@ def texts(lines: list[Line]) -> tuple[list[Figure], list[Table]]:
     table = table_of(
         lines,
         (
-            ("arm", of.arm),
+            ("variant", of.variant),
             ("policy", of.policy),
             ("context, tokens", lambda line: f"{of.context(line):,}"),
             ("texts", field("num_documents", ",.0f")),

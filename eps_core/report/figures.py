@@ -17,7 +17,7 @@ _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "yti
 
 @dataclass(frozen=True)
 class Figure:
-    """What `svg` shows; where it is empty, `nothing` says why."""
+    """A drawing, `svg`; where it is empty, `nothing` says why."""
 
     svg: str
     caption: str
@@ -99,9 +99,9 @@ def curves(
 
 
 def scatter(
-    points: Mapping[str, list[tuple[float, float]]], x: str, y: str, caption: str, diagonal: str = "certificate = truth"
+    points: Mapping[str, list[tuple[float, float]]], x: str, y: str, caption: str, diagonal: str = "bound = truth"
 ) -> Figure:
-    """`points` by arm: (y, x), as (bound, true)."""
+    """`points` by variant: (y, x), as (bound, true)."""
 
     def plot(figure: Any, axes: Any) -> None:
         for index, (name, pairs) in enumerate(points.items()):
@@ -127,7 +127,7 @@ def heat_map(values: np.ndarray, x: str, y: str, caption: str) -> Figure:
         mesh = shade(axes, values, (0, 1), layers, heads, lambda value: f"{value:.2f}")
         axes.set_xlabel(x)
         axes.set_ylabel(y)
-        figure.colorbar(mesh, ax=axes, label="share visited")
+        figure.colorbar(mesh, ax=axes, label="share selected")
 
     return _draw(min(1.6 + 0.3 * len(layers), 6.5), caption, plot)
 

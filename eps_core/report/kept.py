@@ -6,7 +6,7 @@ trip). Its curve is its Pareto front.
 """
 
 from eps_core.config.formats import EXACT, as_given
-from eps_core.files.records import number
+from eps_core.io.records import number
 from eps_core.report import cells as of
 from eps_core.report.cells import Table, field, table_of
 from eps_core.report.figures import Curve, Figure, curves
@@ -48,7 +48,7 @@ def family(cell: Line) -> str:
     return " + ".join(parts) or "dense"
 
 
-def arm(cell: Line) -> str:
+def variant(cell: Line) -> str:
     """Everything that was put together, with its settings."""
     state = cell.get("state")
     if isinstance(state, dict):
@@ -66,11 +66,11 @@ def arm(cell: Line) -> str:
 def drawn(title: str, cells: list[Line]) -> tuple[str, list[Figure], list[Table]]:
     """(what the first table says, figures, tables) of one context and model."""
     note = (
-        f"Of every family, the arms that stay within a KL of {KL_LIMIT} and lose at most {MOST_LOST:.0%} of the "
+        f"Of every family, the variants that stay within a KL of {KL_LIMIT} and lose at most {MOST_LOST:.0%} of the "
         "needles that dense answers: the one that reads least, the one that keeps least; then the same of those whose "
         "KL does so with the upper end of its 95 % interval over texts."
     )
-    return note, plots(cells, title), [winners(cells), all_arms(cells)]
+    return note, plots(cells, title), [winners(cells), all_variants(cells)]
 
 
 def plots(cells: list[Line], title: str) -> list[Figure]:
@@ -79,8 +79,8 @@ def plots(cells: list[Line], title: str) -> list[Figure]:
     for axis, name in AXES:
         caption = (
             f"{title}: mean KL of the next token against dense, in nats (log scale; lower is better), over {name} (K, "
-            "V, summaries), as a share of a dense bfloat16 cache's. Every point is an arm; a line joins those of its "
-            "family that no cheaper one beats."
+            "V, summaries), as a share of a dense bfloat16 cache's. Every point is a variant; a line joins those of "
+            "its family that no cheaper one beats."
         )
         made.append(
             curves(
@@ -111,7 +111,7 @@ def families(cells: list[Line], axis: str) -> list[Curve]:
 
 
 def winners(cells: list[Line]) -> Table:
-    """Of every family the arm that reads least, and the one that keeps least, at a KL of at most `KL_LIMIT` and at
+    """Return each family's variant that reads least, and the one that keeps least, at a KL of at most `KL_LIMIT` and at
     most `MOST_LOST` of the needles lost that dense answers: by the mean KL, and by the upper end of its interval."""
     groups = of.grouped(cells, family)
     rows = []
@@ -123,17 +123,17 @@ def winners(cells: list[Line]) -> Table:
             row.append(f"{len(within)} of {len(group)}")
             for axis, _ in AXES:
                 best = min(within, key=lambda cell: number(cell.get(axis)) or 0.0, default=None)
-                row.append("–" if best is None else f"{of.form(best.get(axis), '.3f')}: {arm(best)}")
+                row.append("–" if best is None else f"{of.form(best.get(axis), '.3f')}: {variant(best)}")
         rows.append(row)
-    by = "arms within", "least read", "least kept"
+    by = "variants within", "least read", "least kept"
     return Table(("put together", *by, *(f"{name}, at 95 %" for name in by)), rows)
 
 
-def all_arms(cells: list[Line]) -> Table:
+def all_variants(cells: list[Line]) -> Table:
     return table_of(
         cells,
         (
-            ("arm", arm),
+            ("variant", variant),
             ("bytes read", field("bytes_ratio", ".4f")),
             ("bytes kept", field("bytes_kept_ratio", ".4f")),
             ("KL, nats", field("kl_mean", ".5f")),

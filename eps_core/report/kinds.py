@@ -1,8 +1,8 @@
-"""What the fields of a results line may be: one of another kind is left out before anything is drawn of it."""
+"""Kinds of the fields of a results line: one of another kind is left out before anything is drawn of it."""
 
 from typing import Annotated, Any
 
-from eps_core.files.records import Between, Count, Name, Nats, Ratio, Share, convert
+from eps_core.io.records import Between, Count, Name, Nats, Ratio, Share, convert
 
 Line = dict[str, Any]
 
@@ -19,11 +19,23 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("context_tokens", "prompt_tokens", "batch", "index", "num_needles", "num_samples"), Count),
     **dict.fromkeys(("needles_answered", "needles_dense"), Count),
     **dict.fromkeys(
-        ("dim", "bits", "group_tokens", "mean_tokens", "tail_tokens", "bound_bits", "top_pages", "last_n", "first_n"),
+        (
+            "dim",
+            "bits",
+            "group_size",
+            "mean_tokens",
+            "correction_tokens",
+            "bound_bits",
+            "top_pages",
+            "last_n",
+            "first_n",
+        ),
         Count,
     ),
-    **dict.fromkeys(("alpha", "budget", "byte_budget", "epsilon", "tau", "refine", "last_tokens"), Setting),
-    **dict.fromkeys(("bytes_ratio", "bytes_kept_ratio", "kept_share", "visit_ratio", "forced_ratio"), Ratio),
+    **dict.fromkeys(("alpha", "budget", "byte_budget", "epsilon", "tau", "rescore", "num_recent_tokens"), Setting),
+    **dict.fromkeys(
+        ("bytes_ratio", "bytes_kept_ratio", "kept_share", "selected_ratio", "always_selected_ratio"), Ratio
+    ),
     **dict.fromkeys(("kl_mean", "kl_low", "kl_high", "kl_max"), Nats),
     "settings": dict[str, bool | Setting],  # of a rewrite
     "kv_bits": tuple[Count | Name, Count | Name],
@@ -33,11 +45,11 @@ _FIELDS: dict[str, Any] = {
         for clock in ("decode", "dense_decode", "prepass", "attention")
         for part in (50, 95)
     },
-    **dict.fromkeys(("mass_skipped_cert", "mass_skipped_true"), Ratio),
+    **dict.fromkeys(("skipped_mass_bound_max", "skipped_mass_true_max"), Ratio),
     "mass_pairs": Points,
-    "visit_ratio_by_layer_and_head": tuple[tuple[Share, ...], ...],
-    "guards": tuple[Count, Count],
-    "stages": tuple[Share, ...] | Name | None,  # in a setting as it was asked for
+    "selected_ratio_by_layer_and_head": tuple[tuple[Share, ...], ...],
+    "sink_recent": tuple[Count, Count],
+    "cascade": tuple[Share, ...] | Name | None,  # in a setting as it was asked for
     **dict.fromkeys(("setting", "config", "request", "verified"), dict[str, Any]),
     **dict.fromkeys(("acceptance", "temperature", "draft_ratio", "tokens_per_round", "draft_kl_mean"), Ratio),
     **dict.fromkeys(("documents", "documents_equal"), Count),
@@ -45,7 +57,7 @@ _FIELDS: dict[str, Any] = {
 Score = Annotated[float, Between(-1e6, 1e6)]
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "summary": {"dense": dict[str, Any]},
-    "round": {"mass_skipped_true": tuple[Ratio, ...]},  # by depth
+    "round": {"skipped_mass_true_max": tuple[Ratio, ...]},  # by depth
     "task": {
         **dict.fromkeys(("dense", "eps", "oracle", "eps_minus_dense"), Score),
         "eps_minus_dense_interval": tuple[Score, Score],

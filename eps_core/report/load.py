@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eps_core.files import inputs
+from eps_core.io import inputs
+from eps_core.io.schema import current
 from eps_core.report.kinds import Line, clean
 
 MOST_NOTES = 50  # of one file
@@ -16,12 +17,12 @@ _COUNTED = (
 
 @dataclass
 class Results:
-    """What the files hold. Cells carry `device` and `model` of their run; `notes` say what could not be read."""
+    """The contents of the files. Cells carry `device` and `model` of their run; `notes` say what could not be read."""
 
     names: list[str] = field(default_factory=list)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)  # file -> type -> lines
     cells: list[Line] = field(default_factory=list)
-    kept: list[Line] = field(default_factory=list)  # cells of arms that differ in what they keep
+    kept: list[Line] = field(default_factory=list)  # cells of variants that differ in what they keep
     failed: list[Line] = field(default_factory=list)  # cells of a grid that were not measured since
     runs: list[Line] = field(default_factory=list)  # of run --metrics: {"run", "steps", "summary"}
     tasks: list[Line] = field(default_factory=list)  # of evaluate, with the settings and the model of their run
@@ -53,7 +54,7 @@ def _load(results: Results, name: str, path: Path) -> dict[str, int]:
         if not isinstance(line, dict):
             notes.append(f"{name}, line {number}: not a JSON object, left out")
             continue
-        line, faults = clean(line)
+        line, faults = clean(current(line))
         notes += [f"{name}, line {number}: {fault}, left out" for fault in faults]
         kind = line.get("type") or "(no type)"
         counts[kind] += 1

@@ -1,4 +1,4 @@
-"""What the page says, section by section, as plain data: texts, tables and figures, no HTML."""
+"""The contents of the page, section by section, as plain data: texts, tables and figures, no HTML."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.store import COARSE_GROUP_BLOCKS, coded_methods
-from eps_core.files.records import number
+from eps_core.config.cache import COARSE_GROUP_BLOCKS, coded_methods
+from eps_core.io.records import number
 from eps_core.report import cells as of
 from eps_core.report import evaluated, kept, verified
 from eps_core.report.cells import Table, field, form, loss_points, p95_saved_percent, table_of
@@ -23,7 +23,7 @@ _ABLATIONS: tuple[tuple[str, str, Any], ...] = (
     ("dim", "m (--eps-dim)", 8),
     ("alpha", "alpha", 1.1),
     ("last_n", "last_n, groups", 8),
-    ("group_tokens", "g, tokens of a group", COARSE_GROUP_BLOCKS * 16),
+    ("group_size", "g, tokens of a group", COARSE_GROUP_BLOCKS * 16),
 )
 
 
@@ -56,7 +56,7 @@ def sections_of(results: Results) -> list[Section]:
         Section("tasks", "Tasks and text", _evaluated(results)),
         Section("visited", "Visited ratio against context", [_visited(cells, results.runs)]),
         Section("time", "Decode time", [_time(cells)]),
-        Section("certificate", "Certificate against truth", [_certificate(cells, results.runs)]),
+        Section("certificate", "Error bound against truth", [_certificate(cells, results.runs)]),
         Section("heads", "Visited ratio by layer and kv head", [_heads(cells, results.runs)]),
         Section("ablations", "Ablations", [_ablation(cells, axis, label) for axis, label, _ in _ABLATIONS]),
         Section("runs", "Single runs", [_runs(results.runs)]),
@@ -76,7 +76,7 @@ def _evaluated(results: Results) -> list[Part]:
 
 def _kept(cells: list[Line]) -> list[Part]:
     parts = [Part(title, "", *kept.drawn(title, group)) for title, group in of.titled(cells)]
-    return parts or [Part(nothing="no arm that keeps less (scripts/experiments/memory/run.py)")]
+    return parts or [Part(nothing="no variant that keeps less (scripts/experiments/memory/run.py)")]
 
 
 def _quality(cells: list[Line]) -> list[Part]:
@@ -90,7 +90,7 @@ def _quality(cells: list[Line]) -> list[Part]:
             "KL to dense, nats",
             f"{title}: mean KL of the next token against dense, in nats (log scale; lower is better), over the bytes "
             "that one decode step reads, as a share of dense. Along one line only the budget changes; where a method "
-            "has many arms, its line joins the best of their cells.",
+            "has many variants, its line joins the best of their cells.",
             log_y=True,
         )
         needles = curves(
@@ -104,7 +104,7 @@ def _quality(cells: list[Line]) -> list[Part]:
         table = table_of(
             sorted(group, key=lambda cell: (of.curve_name(cell), cell["bytes_ratio"])),
             (
-                ("arm", of.arm), ("policy", of.policy), ("bytes / dense", field("bytes_ratio", ".4f")),
+                ("variant", of.variant), ("policy", of.policy), ("bytes / dense", field("bytes_ratio", ".4f")),
                 ("KL mean, nats", field("kl_mean", ".5f")), ("top-1 agreement, %", field("top1_agreement", ".1f", 100)),
                 ("needles", of.out_of_needles("needles_answered")),
                 ("needles, dense", of.out_of_needles("needles_dense")),
@@ -115,14 +115,14 @@ def _quality(cells: list[Line]) -> list[Part]:
 
 
 def _quality_curves(cells: list[Line], value: Callable[[Line], float | None]) -> list[Curve]:
-    """One curve for each arm, budgets along it; where there are too many arms, each method's best front."""
+    """One curve for each variant, budgets along it; where there are too many variants, each method's best front."""
 
     def points(group: list[Line]) -> list[tuple[float, float]]:
         return of.sorted_points((cell["bytes_ratio"], value(cell)) for cell in group)
 
-    by_arm = of.grouped(cells, of.curve_name)
-    if len(by_arm) <= MAX_CURVES:
-        return [Curve(name, points(group), of.method(group[0])) for name, group in by_arm.items()]
+    by_variant = of.grouped(cells, of.curve_name)
+    if len(by_variant) <= MAX_CURVES:
+        return [Curve(name, points(group), of.method(group[0])) for name, group in by_variant.items()]
     by_method = of.grouped(cells, of.method)
     return [Curve(f"{name} ({len(group)} cells)", points(group), name, False) for name, group in by_method.items()]
 
@@ -142,38 +142,44 @@ def _dense_accuracy(cells: list[Line]) -> str:
 
 def _visited(cells: list[Line], runs: list[Line]) -> Part:
     points = [
-        (of.method(cell), cell.get("context_tokens"), cell.get("visit_ratio"), cell.get("forced_ratio"))
+        (of.method(cell), cell.get("context_tokens"), cell.get("selected_ratio"), cell.get("always_selected_ratio"))
         for cell in cells
     ]
     points += [
-        (of.run_setting(run, "method"), run["summary"].get("prompt_tokens"), run["summary"].get("visit_ratio"), None)
+        (of.run_setting(run, "method"), run["summary"].get("prompt_tokens"), run["summary"].get("selected_ratio"), None)
         for run in runs
     ]
     points = [
-        (method, of.whole(context), found, number(forced))
-        for method, context, ratio, forced in points
+        (method, of.whole(context), found, number(always_selected))
+        for method, context, ratio, always_selected in points
         if (found := number(ratio)) is not None and context and method != "?"
     ]
     if not points:
-        return Part(nothing="no cell or run with a visited ratio (an experiment's grid, eps-proto run --metrics)")
+        return Part(nothing="no cell or run with a selected ratio (an experiment's grid, eps-proto run --metrics)")
     groups = of.grouped(points, lambda point: point[:2])
     means = {(method, context): float(np.mean([p[2] for p in group])) for (method, context), group in groups.items()}
     plot = curves(
         [Curve(method, of_context, method) for method, of_context in _by_first(means).items()],
         "context, tokens (log scale)",
-        "groups visited, share of all",
-        "Groups that one decode step visits, as a share of all groups, mean over the cells of a method at that context "
-        "(all budgets, batches and ablations together). What is always visited bounds it from below: see the table.",
+        "groups selected, share of all",
+        "Groups that one decode step selects, as a share of all groups, mean over the cells of a method at that "
+        "context (all budgets, batches and ablations together). What is always selected bounds it from below: "
+        "see the table.",
         log_x=True,
         y_range=(0, None),
     )
     rows = []
     for (method, context), group in groups.items():
         ratios = [point[2] for point in group]
-        forced = [point[3] for point in group if point[3] is not None]
-        numbers = (min(ratios), means[method, context], max(ratios), float(np.mean(forced)) if forced else None)
+        always_selected = [point[3] for point in group if point[3] is not None]
+        numbers = (
+            min(ratios),
+            means[method, context],
+            max(ratios),
+            float(np.mean(always_selected)) if always_selected else None,
+        )
         rows.append((method, f"{context:,}", str(len(group)), *(form(value, ".4f") for value in numbers)))
-    head = ("method", "context, tokens", "cells", "least", "mean", "most", "always visited, mean")
+    head = ("method", "context, tokens", "cells", "least", "mean", "most", "always selected, mean")
     return Part(figures=[plot], tables=[Table(head, rows)])
 
 
@@ -202,9 +208,9 @@ def _time(cells: list[Line]) -> Part:
             for (method, batch), of_context in _by_first(ratios).items()
         ],
         "context, tokens (log scale)",
-        "p95 of decode, gated / dense",
-        f"95th percentile of one decode step, gated over dense, on {', '.join(devices)} (below 1 is faster; mean over "
-        "a method's cells). Dense and gated were measured in one process.",
+        "p95 of decode, sparse / dense",
+        f"95th percentile of one decode step, sparse over dense, on {', '.join(devices)} (below 1 is faster; mean over "
+        "a method's cells). Dense and sparse were measured in one process.",
         log_x=True,
         line_y=(1.0, "dense"),
     )
@@ -214,7 +220,7 @@ def _time(cells: list[Line]) -> Part:
     table = table_of(
         timed,
         (
-            ("arm", of.arm), ("policy", of.policy), ("context, tokens", lambda cell: f"{of.context(cell):,}"),
+            ("variant", of.variant), ("policy", of.policy), ("context, tokens", lambda cell: f"{of.context(cell):,}"),
             ("batch", lambda cell: str(of.batch(cell))),
             *((f"{name} p{p}, ms", field(f"{key}_p{p}", ".2f")) for name, key in clocks for p in (50, 95)),
             ("p95 saved, %", lambda cell: form(p95_saved_percent(cell), ".1f")),
@@ -224,9 +230,9 @@ def _time(cells: list[Line]) -> Part:
 
 
 def _certificate(cells: list[Line], runs: list[Line]) -> Part:
-    pairs = [(of.arm(cell), *pair) for cell in cells for pair in cell.get("mass_pairs") or []]
+    pairs = [(of.variant(cell), *pair) for cell in cells for pair in cell.get("mass_pairs") or []]
     pairs += [
-        (of.run_setting(run, "method"), step.get("mass_skipped_cert"), step.get("mass_skipped_true"))
+        (of.run_setting(run, "method"), step.get("skipped_mass_bound_max"), step.get("skipped_mass_true_max"))
         for run in runs
         for step in run["steps"]
     ]
@@ -240,42 +246,42 @@ def _certificate(cells: list[Line], runs: list[Line]) -> Part:
     plot = scatter(
         points,
         "true share of the softmax left unread",
-        "certified bound of that share",
-        "Each point is one kv head in one audited step (or, of eps-proto run, one step): what the certificate allowed "
-        "against what was left out, by a second, dense read. A sound certificate lies on the diagonal or above it; the "
+        "bounded bound of that share",
+        "Each point is one kv head in one audited step (or, of eps-proto run, one step): what the error bound allowed "
+        "against what was left out, by a second, dense read. A sound bound lies on the diagonal or above it; the "
         "further above, the looser it is.",
     )
     rows = []
     for name, found in points.items():
-        (mean_cert, mean_true), (max_cert, max_true) = np.mean(found, axis=0), np.max(found, axis=0)
-        numbers = [form(float(value), ".4f") for value in (mean_cert, max_cert, mean_true, max_true)]
+        (mean_bound, mean_true), (max_bound, max_true) = np.mean(found, axis=0), np.max(found, axis=0)
+        numbers = [form(float(value), ".4f") for value in (mean_bound, max_bound, mean_true, max_true)]
         # the two sides are computed apart, in float32
         rows.append((name, str(len(found)), *numbers, str(sum(true > cert + 1e-6 for cert, true in found))))
-    head = ("arm", "points", "certified mean", "certified max", "true mean", "true max", "points below the diagonal")
+    head = ("variant", "points", "bounded mean", "bounded max", "true mean", "true max", "points below the diagonal")
     return Part(figures=[plot], tables=[Table(head, rows)])
 
 
 def _heads(cells: list[Line], runs: list[Line]) -> Part:
     named = [
-        (f"{of.arm(cell)}, {of.policy(cell)}, {of.context(cell):,} tokens", cell)
+        (f"{of.variant(cell)}, {of.policy(cell)}, {of.context(cell):,} tokens", cell)
         for cell in sorted(cells, key=lambda cell: (-of.context(cell), cell["bytes_ratio"]))
     ]
     named += [(f"{run['file']}, {of.run_setting(run, 'method')}", run["summary"]) for run in runs]
     maps = [
         (name, array) for name, line in named
-        if (array := of.map_of(line.get("visit_ratio_by_layer_and_head"))) is not None
+        if (array := of.map_of(line.get("selected_ratio_by_layer_and_head"))) is not None
     ]  # fmt: skip
     if not maps:
-        return Part(nothing="no cell or run with visited ratios by head")
-    # where every head visits the same number there is nothing to see: one such map says it
+        return Part(nothing="no cell or run with selected ratios by head")
+    # where every head selects the same number there is nothing to see: one such map says it
     maps.sort(key=lambda entry: -float(np.ptp(entry[1])))
     uneven = [entry for entry in maps if np.ptp(entry[1]) > 1e-6]
     shown = (uneven or maps[:1])[:MAX_MAPS]
     note = f"{len(uneven)} of {len(maps)} maps differ from head to head; {len(shown)} of them shown, least even first."
     if not uneven:
-        note = f"In each of {len(maps)} maps every head visits the same number; one is shown."
+        note = f"In each of {len(maps)} maps every head selects the same number; one is shown."
     about = (
-        "share of the groups that each kv head visits, mean over the decode steps. Topk with one list a kv head gives "
+        "share of the groups that each kv head selects, mean over the decode steps. Topk with one list a kv head gives "
         "every head the same number."
     )
     tables = []
@@ -289,7 +295,7 @@ def _heads(cells: list[Line], runs: list[Line]) -> Part:
 def _ablation(cells: list[Line], axis: str, label: str) -> Part:
     series = _ablation_series(cells, axis)
     if not series:
-        return Part(label, nothing="no arm measured at two values of it, the rest held")
+        return Part(label, nothing="no variant measured at two values of it, the rest held")
     plots = [
         curves(
             [
@@ -303,14 +309,14 @@ def _ablation(cells: list[Line], axis: str, label: str) -> Part:
         )
         for what, unit, value, log_y in (
             ("Mean KL to dense (log scale; lower is better)", "KL to dense, nats", of.value("kl_mean"), True),
-            ("Groups visited", "groups visited, share of all", of.value("visit_ratio"), False),
+            ("Groups selected", "groups selected, share of all", of.value("selected_ratio"), False),
         )
     ]
     table = table_of(
         [{**cell, "curve": name} for name, group in series.items() for cell in group],
         (
             ("curve", itemgetter("curve")), (label, lambda cell: form(_axis_value(cell, axis), "g")),
-            ("visited", field("visit_ratio", ".4f")), ("bytes / dense", field("bytes_ratio", ".4f")),
+            ("visited", field("selected_ratio", ".4f")), ("bytes / dense", field("bytes_ratio", ".4f")),
             ("KL mean, nats", field("kl_mean", ".5f")), ("needles", of.out_of_needles("needles_answered")),
         ),
     )  # fmt: skip
@@ -327,19 +333,19 @@ def _ablation_series(cells: list[Line], axis: str) -> dict[str, list[Line]]:
     others = [name for name, _, _ in _ABLATIONS if name != axis]
     held = (
         "policy", "bits", "heads", "strict", "batch", "budget", "byte_budget", "epsilon", "tau", "top_pages", "first_n",
-        "refine", "mean_tokens", "stages", "scope", "bound_bits",
+        "rescore", "mean_tokens", "cascade", "scope", "bound_bits",
     )  # fmt: skip
     groups: dict[Any, dict[Any, list[Line]]] = {}
     for cell in cells:
         if _axis_value(cell, axis) is None:
             continue
         curve = (str(cell.get("model", "")), of.context(cell), of.method(cell))
-        # guards and tails are in tokens and grow with the group: those asked for in groups are held above
-        tail = number(cell.get("tail_tokens"))
+        # sink, recent and correction tokens grow with the group: those asked for in groups are held above
+        correction = number(cell.get("correction_tokens"))
         in_groups = any(of.asked(cell, name) is not None for name in ("first_n", "last_n"))
-        guards = None if in_groups else cell.get("guards")
-        tail = bool(tail) if axis == "group_tokens" else tail
-        rest = (*(repr(of.asked(cell, name)) for name in (*others, *held)), repr(guards), repr(tail))
+        sink_recent = None if in_groups else cell.get("sink_recent")
+        correction = bool(correction) if axis == "group_size" else correction
+        rest = (*(repr(of.asked(cell, name)) for name in (*others, *held)), repr(sink_recent), repr(correction))
         groups.setdefault(curve, {}).setdefault(rest, []).append(cell)
     defaults = {name: value for name, _, value in _ABLATIONS}
 
@@ -372,7 +378,7 @@ def _runs(runs: list[Line]) -> Part:
     columns: tuple[tuple[str, Callable[[Line], str]], ...] = (
         *((name, itemgetter(name)) for name in ("file", "method", "policy", "backend")),
         ("prompt, tokens", field("prompt_tokens", ",.0f")), ("steps", field("num_steps", ".0f")),
-        ("bytes / dense", field("bytes_ratio", ".4f")), ("visited", field("visit_ratio", ".4f")),
+        ("bytes / dense", field("bytes_ratio", ".4f")), ("visited", field("selected_ratio", ".4f")),
         ("KL mean, nats", field("kl_mean", ".5f")),
         *((f"{side}p{p}, ms", field(f"{key}decode_ms_p{p}", ".2f"))
           for side, key in (("dense ", "dense_"), ("", "")) for p in (50, 95)),
@@ -384,7 +390,7 @@ def _skipped(cells: list[Line], failed: list[Line]) -> Part:
     if not cells and not failed:
         return Part(nothing="no cells at all")
     reasons = Counter(
-        str(cell.get("skipped") or "no numbers: the budget has no room beyond what is always visited")
+        str(cell.get("skipped") or "no numbers: the budget has no room beyond what is always selected")
         for cell in cells
         if number(cell.get("bytes_ratio")) is None
     )

@@ -1,4 +1,4 @@
-"""What all plots share: palette, markers, dashes, settings and the SVG text. The same data gives the same bytes.
+"""The plots' style: palette, markers, dashes, settings and the SVG text. The same data gives the same bytes.
 
 matplotlib draws and Jinja2 sets the page: both come with the extra `report` and are imported when something is drawn.
 """
@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from eps_core.errors import ConfigError, install
-from eps_core.files import caches
-from eps_core.summaries.table import METHODS, facts
+from eps_core.io import caches
+from eps_core.summaries.table import METHODS, method_spec
 
 # matplotlib wants colours: on the page these two stand for the page's own and are replaced in the SVG
 INK, GRID = "#010203", "#010204"
@@ -54,5 +54,5 @@ def svg(inches: tuple[float, float], plot: Callable[[Any], None], **settings: An
 
 def colour(method: str) -> str:
     """One colour for a method on every plot; what is best possible has the ink."""
-    known = facts(method).colour if method in METHODS else len(PALETTE) - 2 + sum(map(ord, method)) % 2
+    known = method_spec(method).colour if method in METHODS else len(PALETTE) - 2 + sum(map(ord, method)) % 2
     return INK if known is None else PALETTE[known % len(PALETTE)]

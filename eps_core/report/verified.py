@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eps_core.files.records import number
+from eps_core.io.records import number
 from eps_core.report import cells as of
 from eps_core.report.cells import Table, field, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves
@@ -32,7 +32,8 @@ def _temperature(cell: Line) -> float:
 
 
 def _settings(cell: Line) -> str:
-    """What differs from the default, in words; rows of earlier versions also name a selection and a rule."""
+    """Return the settings other than the default, in words; rows of earlier versions also name a selection and a
+    rule."""
     known = (("select", "step", "chosen by {}"), ("weights", "full", "{} weights"), ("rule", "couple", "{}"))
     words = [form.format(_asked(cell, name)) for name, usual, form in known if _asked(cell, name) not in (None, usual)]
     return ", ".join(words) or "–"
@@ -68,7 +69,7 @@ def _figures(cells: list[Line]) -> list[Figure]:
         budget = number(of.asked(cell, "budget"))
         more = "" if budget is None else f" budget {budget:g}"
         extra = "" if _settings(cell) == "–" else f", {_settings(cell)}"
-        return f"{of.arm(cell)}{more}, {of.context(cell):,} tokens, T {_temperature(cell):g}{extra}"
+        return f"{of.variant(cell)}{more}, {of.context(cell):,} tokens, T {_temperature(cell):g}{extra}"
 
     groups = list(of.grouped([cell for cell in cells if number(_asked(cell, "draft"))], name).items())[:MAX_CURVES]
     by_drafts = [
@@ -101,9 +102,9 @@ def _figures(cells: list[Line]) -> list[Figure]:
 
 def _table(cells: list[Line]) -> Table:
     return table_of(
-        sorted(cells, key=lambda cell: (of.arm(cell), of.context(cell), _temperature(cell), _drafts(cell))),
+        sorted(cells, key=lambda cell: (of.variant(cell), of.context(cell), _temperature(cell), _drafts(cell))),
         (
-            ("arm", of.arm), ("policy", of.policy), ("context", lambda cell: f"{of.context(cell):,}"),
+            ("variant", of.variant), ("policy", of.policy), ("context", lambda cell: f"{of.context(cell):,}"),
             ("temperature", lambda cell: f"{_temperature(cell):g}"), ("drafts", _drafts), ("otherwise", _settings),
             ("accepted (95 %)", _interval("acceptance", ".3f")), ("tokens a round", field("tokens_per_round", ".2f")),
             ("bytes a token / dense (95 %)", _interval("bytes_ratio", ".3f")),

@@ -3,9 +3,9 @@
 import numpy as np
 
 from eps_core.summaries import base
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary
+from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary
 
-FACTS = Facts(group_tokens=8, colour=3)
+SPEC = MethodSpec(group_size=8, colour=3)
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:

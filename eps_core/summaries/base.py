@@ -1,15 +1,14 @@
-"""What all methods share: the facts that the program asks instead of their names, and the arithmetic of their float64
-oracles.
+"""Facts of the methods, which the program asks instead of their names, and arithmetic of their float64 oracles.
 
 A summary of one group is a dict of numpy values in their *stored* dtypes (int8 codes, float16 scalars): rounding is
 part of the method, and every stored bound is rounded to its safe side. One file is one method, a module with
 
-- `FACTS`, and `fields(settings, head_dim)`: what is stored of a group, in its order;
+- `SPEC`, and `fields(settings, head_dim)`: what is stored of a group, in its order;
 - `build(settings, constants, k [S, D])`: the summary of one full group of one kv head, k as attention reads it;
 - `score(settings, constants, summary [G, ..], a [D])`: `(estimate, lower, upper)`, each [G], of the natural log of the
   groups' softmax mass for one query head, log A = log sum_i exp(a . k_i), a = scale * q: one estimate (ranks, may be
   wrong) and two bounds (hold for every a), or None where the method has no bound;
-- where its facts say so `constants`, `running` with `extend` and `seal`, `refine` (see `Facts`).
+- where its facts say so `constants`, `running` with `extend` and `finalize`, `stage`, `rescore` (see `MethodSpec`).
 
 The backends have a file of the same name with these functions over their arrays, and share no code with this one, which
 judges them: it is written from the formulas and nobody optimises it. Design: sections 3 (methods) and 4 (bounds).
@@ -27,7 +26,7 @@ Score = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
 class Settings(Protocol):
-    """What a method asks of a `config.store.Store`."""
+    """Settings of a `CacheConfig` that a method asks for."""
 
     @property
     def method(self) -> str: ...
@@ -40,7 +39,7 @@ class Settings(Protocol):
     @property
     def second_bit(self) -> bool: ...
     @property
-    def sealed_tokens(self) -> int: ...
+    def span_tokens(self) -> int: ...
     @property
     def mean_tokens(self) -> int: ...
     @property
@@ -55,7 +54,8 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class Field:
-    """One stored array: `shape` of what is summarised together (`Store.sealed_tokens`), a group by itself as a rule."""
+    """One stored array: `shape` of what is summarised together (`CacheConfig.span_tokens`), a group by itself as a
+    rule."""
 
     dtype: str
     shape: tuple[int, ...] = ()
@@ -68,11 +68,11 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the program asks of a method. What is left out is what most are."""
+class MethodSpec:
+    """Facts of a method that the program asks for. The defaults are what most methods have."""
 
-    group_tokens: int | None  # measured best (results/README.md); None: the product requirements' coarse group
-    # "evaluation": judges others, no way to gate; "tail": stands for skipped values; "bounds": certifies for others
+    group_size: int | None  # measured best (results/README.md); None: a coarse group
+    # "evaluation": judges others, no way to gate; "correction": stands for skipped values; "bounds": bounds for others
     role: str = "public"
     colour: int | None = None  # its place in the palette of every plot; None: the ink
     dim: int | None = None  # default of --eps-dim; None: that flag has no meaning for it
@@ -80,16 +80,16 @@ class Facts:
     norm_estimate: bool = False  # estimates are norms |K a|, never negative, and not logarithms of masses
     no_bounds: str = ""  # why it has none (by itself)
     bounds_setting: str = ""  # the setting that stores them nevertheless
-    # codes of 1 bit about the mean of a unit (`unit`); they may have a second bit, and `refine` scores with it
+    # codes of 1 bit about the mean of a unit (`unit`); they may have a rescoring bit, and `rescore` scores with it
     coded: bool = False
-    centred: bool = False  # codes about a mean of the first keys a cache sees: `constants` has its "centre"
-    follows: bool = False  # keeps running statistics of open groups, so that nothing is read again: `running` says
-    # which ({}: the summary itself), `extend` adds keys, `seal` makes the summary of them
+    centroid_codes: bool = False  # codes about a mean of the first keys a cache sees: `constants` has its "centroid"
+    follows: bool = False  # keeps running statistics of partial groups, so that nothing is read again: `running` says
+    # which ({}: the summary itself), `extend` adds keys, `finalize` makes the summary of them
     reads_keys: bool = False  # stores nothing: is given the groups' keys [.., S, D] as a summary
     by_place: bool = False  # its `constants` also say which "groups" [G] of how long a sequence are scored: "length"
     budget: float = 0.1  # topk: share of the tokens
     budget_floor: int = 0  # topk: tokens that the default budget reads at least
-    guards: tuple[int, int] = (16, 128)  # first and last tokens that are always visited
+    sink_recent: tuple[int, int] = (16, 128)  # first and last tokens that are always selected
     unit: "UnitFacts | None" = None  # where it is `coded`
 
     def has_bounds(self, settings: Settings) -> bool:
@@ -102,8 +102,8 @@ class UnitFacts:
 
     mean_tokens: int
     mean_bits: int
-    stages: tuple[float, ...]
-    refine: float  # share of the groups of which the second bit is read
+    cascade: tuple[float, ...]
+    rescore: float  # share of the groups of which the rescoring bit is read
 
 
 # Stands for an estimate past float32 (keys past float16's range): first in rank, yet no group without a summary (+inf)
@@ -144,8 +144,8 @@ def from_byte(stored: np.ndarray) -> np.ndarray:
 
 
 def rounding_slack(a: np.ndarray, norm: np.ndarray) -> np.ndarray:
-    """What float32 arithmetic may add to log n plus a sum of D products of size |a| * norm (four times the worst
-    case)."""
+    """Return how much float32 arithmetic may add to log n plus a sum of D products of size |a| * norm (four times the
+    worst case)."""
     return (len(a) + 32) * 2.0**-21 * (np.linalg.norm(a) * norm + 1)
 
 

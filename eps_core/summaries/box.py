@@ -3,9 +3,9 @@
 import numpy as np
 
 from eps_core.summaries import base
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary
+from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary
 
-FACTS = Facts(group_tokens=16, colour=1, follows=True)
+SPEC = MethodSpec(group_size=16, colour=1, follows=True)
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
@@ -26,7 +26,7 @@ def extend(settings: Settings, constants: Constants, earlier: Summary, k: np.nda
     return {"min": low, "max": high, "norm": norm}
 
 
-def seal(settings: Settings, statistics: Summary) -> Summary:
+def finalize(settings: Settings, statistics: Summary) -> Summary:
     """Per-channel min and max [D] (Quest, arXiv 2406.10774) in int8, rounded outward; norm = max |k|."""
     low, high = statistics["min"], statistics["max"]
     scale = base.up16(float(np.maximum(np.abs(low), np.abs(high)).max()) / 127)
@@ -40,7 +40,7 @@ def seal(settings: Settings, statistics: Summary) -> Summary:
 
 
 def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
-    return seal(settings, extend(settings, constants, {}, k, 0))
+    return finalize(settings, extend(settings, constants, {}, k, 0))
 
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:

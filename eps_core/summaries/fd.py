@@ -1,12 +1,12 @@
-"""Frequent Directions, as the product requirements name it."""
+"""Frequent Directions: a sketch of few rows of the keys' Gram matrix."""
 
 import numpy as np
 
 from eps_core.summaries import base
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary
+from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary
 
 # 8 rows would need 522 MiB at 32 x 32 x 64k, 2 need 132 MiB
-FACTS = Facts(group_tokens=None, colour=7, dim=2, dim_means="l", norm_estimate=True)
+SPEC = MethodSpec(group_size=None, colour=7, dim=2, dim_means="l", norm_estimate=True)
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:

@@ -1,11 +1,11 @@
-"""The product requirements' EPS-JL, literal: a random sketch of the keys' Gram matrix."""
+"""EPS-JL: a random sketch of the keys' Gram matrix."""
 
 import numpy as np
 
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, f64
+from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary, f64
 
-FACTS = Facts(
-    group_tokens=None,
+SPEC = MethodSpec(
+    group_size=None,
     colour=5,
     dim=8,
     dim_means="m",
@@ -42,7 +42,7 @@ def extend(settings: Settings, constants: Constants, earlier: Summary, k: np.nda
 
 
 def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
-    """Upper triangle, row by row, of sum y yT with y = PhiT k (product requirements, EPS-JL)."""
+    """Upper triangle, row by row, of sum y yT with y = PhiT k."""
     y = k @ constants["phi"].astype(np.float64)
     gram = y.T @ y
     return {"gram": gram[np.triu_indices(len(gram))].astype(np.float32)}

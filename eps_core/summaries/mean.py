@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from eps_core.summaries.base import Constants, Facts, Field, Settings, Summary, mean_codes
+from eps_core.summaries.base import Constants, Field, MethodSpec, Settings, Summary, mean_codes
 
-FACTS = Facts(group_tokens=128, role="tail", no_bounds="none")
+SPEC = MethodSpec(group_size=128, role="correction", no_bounds="none")
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, f64, near_codes
+from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary, f64, near_codes
 
-FACTS = Facts(
-    group_tokens=16,
+SPEC = MethodSpec(
+    group_size=16,
     colour=2,
     follows=True,
     no_bounds="none: mean plus deviation is below the largest logit at times; add --eps-bound-bits 8",
@@ -35,7 +35,7 @@ def extend(settings: Settings, constants: Constants, earlier: Summary, k: np.nda
     return {"mean": mean, "m2": m2}
 
 
-def seal(settings: Settings, statistics: Summary) -> Summary:
+def finalize(settings: Settings, statistics: Summary) -> Summary:
     """Per-channel mean (int8) and population standard deviation (uint8) [D]."""
     codes, scale = near_codes(statistics["mean"], 127)
     std_codes, std_scale = near_codes(np.sqrt(statistics["m2"] / settings.S), 255)
@@ -48,7 +48,7 @@ def seal(settings: Settings, statistics: Summary) -> Summary:
 
 
 def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
-    return seal(settings, extend(settings, constants, {}, k, 0))
+    return finalize(settings, extend(settings, constants, {}, k, 0))
 
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:

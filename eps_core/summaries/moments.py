@@ -3,9 +3,9 @@
 import numpy as np
 
 from eps_core.summaries import base
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary
+from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary
 
-FACTS = Facts(group_tokens=8, colour=4, dim=1, dim_means="k")
+SPEC = MethodSpec(group_size=8, colour=4, dim=1, dim_means="k")
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
@@ -27,8 +27,8 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     aT C a <= sum_j gain_j (u_j.a)^2 + rho |a|^2 for every a, whatever rounding did to u_j and gain_j."""
     (n, head_dim), num_directions = k.shape, settings.dim or 0
     mean = k.mean(axis=0)
-    centred = k - mean
-    covariance = centred.T @ centred / n
+    centroid_codes = k - mean
+    covariance = centroid_codes.T @ centroid_codes / n
     values, vectors = np.linalg.eigh(covariance)
     values, vectors = values[::-1], vectors[:, ::-1]
     values = np.pad(values, (0, num_directions))[:num_directions]
@@ -50,7 +50,7 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
         "mean": mean_code,
         "mean_scale": mean_scale,
         "error": base.up16(float(np.linalg.norm(mean - mean_code * np.float64(mean_scale)))),
-        "radius": base.up16(base.key_norm(centred)),
+        "radius": base.up16(base.key_norm(centroid_codes)),
         "rest": base.near16(max(float(np.trace(covariance)) - float((gains.astype(float) + float(rho)).sum()), 0)),
         "rho": rho,
         "norm": base.up16(base.key_norm(k)),

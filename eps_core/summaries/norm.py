@@ -1,11 +1,11 @@
-"""The product requirements' scalar fallback: the largest key norm and the Frobenius norm of a group, four bytes."""
+"""The scalar fallback: the largest key norm and the Frobenius norm of a group, four bytes."""
 
 import numpy as np
 
 from eps_core.summaries import base
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary
+from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary
 
-FACTS = Facts(group_tokens=None, colour=8, norm_estimate=True)
+SPEC = MethodSpec(group_size=None, colour=8, norm_estimate=True)
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:

@@ -1,10 +1,10 @@
-"""The product requirements' 1PC: the keys' first principal direction and what it leaves."""
+"""1PC: the keys' first principal direction and what it leaves."""
 
 import numpy as np
 
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, f64, rounding_slack, up16
+from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary, f64, rounding_slack, up16
 
-FACTS = Facts(group_tokens=None, colour=6, norm_estimate=True)
+SPEC = MethodSpec(group_size=None, colour=6, norm_estimate=True)
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
@@ -37,7 +37,7 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
 
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
-    """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit| (product requirements, 1PC)."""
+    """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit|."""
     along = np.abs(f64(summary, "direction") @ a * f64(summary, "direction_scale"))
     across = np.maximum(a @ a - along**2, 0)
     lam, rest = f64(summary, "lam"), f64(summary, "rest")

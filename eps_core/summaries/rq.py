@@ -7,24 +7,23 @@ from functools import cache
 import numpy as np
 
 from eps_core.summaries import base
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, UnitFacts
+from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary, UnitFacts
 
-# Codes of single tokens find the recent tokens that matter by themselves, so few sink and recent tokens are forced.
-# The floor keeps short prompts exact or nearly so; measured on real models (results/README.md, "Real models").
-FACTS = Facts(
-    group_tokens=1,
+# Codes of single tokens find the recent tokens that matter by themselves, so few sink and recent tokens are always
+# selected. The floor keeps short prompts nearly exact; measured on real models (results/README.md, "Real models").
+SPEC = MethodSpec(
+    group_size=1,
     colour=0,
     coded=True,
     bounds_setting="rq_bounds",
     no_bounds="none without what they need in store: add --eps-bound-bits 8",
-    budget=0.05,
     budget_floor=1024,
-    guards=(4, 8),
-    unit=UnitFacts(mean_tokens=64, mean_bits=4, stages=(0.5,), refine=0.125),
+    sink_recent=(4, 8),
+    unit=UnitFacts(mean_tokens=64, mean_bits=4, cascade=(0.5,), rescore=0.125),
 )
 
-# Step of the second bit in mean absolute values: that of the best uniform quantiser of a unit Gaussian with four levels
-# (Max 1960), and a Gaussian's mean absolute value
+# Step of the rescoring bit in mean absolute values: that of the best uniform quantiser of a unit Gaussian with four
+# levels (Max 1960), and a Gaussian's mean absolute value
 SECOND_STEP = 0.9957 * 1.2533141373155003
 QUERY_STEPS = (
     31  # to each side: four dimensions of a rounded query sum within int8, so that tables of nibbles are exact
@@ -41,9 +40,9 @@ def part_dims(settings: Settings, head_dim: int) -> tuple[int, ...]:
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
-    """Of all groups of one mean. The first part of the codes lies byte by byte, that of all groups together: every one
-    of them is read. Scales have one byte (`base.to_byte`)."""
-    groups = settings.sealed_tokens // settings.S
+    """Return the arrays of all groups of one mean. The first part of the codes lies byte by byte, that of all groups
+    together: every one of them is read. Scales have one byte (`base.to_byte`)."""
+    groups = settings.span_tokens // settings.S
     kept = {
         "mean": Field("uint8", (-(-head_dim * settings.mean_bits // 8),)),
         "mean_scale": Field("float16"),
@@ -116,7 +115,7 @@ def unpack_codes(packed: np.ndarray, bits: int, head_dim: int) -> np.ndarray:
 
 
 def _second_bit(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.float16]:
-    """The second bits [D] of signs `levels` [D] of x [D], and their scale."""
+    """The rescoring bits [D] of signs `levels` [D] of x [D], and their scale."""
     step = SECOND_STEP * np.abs(x).mean()
     second = ((x >= step) | ((x < 0) & (x >= -step))).astype(int)
     finer = levels + (2 * second - 1) / 2
@@ -202,7 +201,7 @@ def _unit_base(settings: Settings, summary: Summary, a: np.ndarray) -> np.ndarra
     codes = unpack_codes(summary["mean"], settings.mean_bits, len(a)).astype(np.float64) - (most + 1)
     # sums row by row: equal units must tie, wherever a library's product would put them
     dots = base.f64(summary, "mean_scale") * (codes * rotate(a, settings.seed)).sum(axis=-1)
-    return np.log(settings.S) + np.repeat(dots[:, None], settings.sealed_tokens // settings.S, axis=1)
+    return np.log(settings.S) + np.repeat(dots[:, None], settings.span_tokens // settings.S, axis=1)
 
 
 def _signs(settings: Settings, summary: Summary, head_dim: int, parts: int) -> np.ndarray:
@@ -250,10 +249,10 @@ def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndar
 def _stored_norm(settings: Settings, summary: Summary, head_dim: int) -> np.ndarray:
     """At least |m_hat| of each group: [units N]. It is added and taken away again, whatever the size of the keys."""
     most = 2 ** (settings.mean_bits - 1) - 1
-    return np.repeat(base.f64(summary, "mean_scale") * most * np.sqrt(head_dim), settings.sealed_tokens // settings.S)
+    return np.repeat(base.f64(summary, "mean_scale") * most * np.sqrt(head_dim), settings.span_tokens // settings.S)
 
 
-def refine(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> np.ndarray:
+def rescore(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> np.ndarray:
     """log n + mu_hat.a from two bits a dimension: [G]. An estimate, as of one bit."""
     head_dim = len(a)
     signs = _signs(settings, summary, head_dim, settings.parts)

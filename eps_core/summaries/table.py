@@ -6,7 +6,7 @@ from types import ModuleType
 
 import numpy as np
 
-from eps_core.summaries.base import LARGEST_ESTIMATE, Constants, Facts, Field, Score, Settings, Summary
+from eps_core.summaries.base import LARGEST_ESTIMATE, Constants, Field, MethodSpec, Score, Settings, Summary
 
 FILES = {
     "jl": "jl",
@@ -28,23 +28,23 @@ METHODS: dict[str, ModuleType] = {
 }
 OFF = "off"
 TAIL = "mean"  # whose values stand for what is skipped
-KEY_CODES = "keys"  # which certify for the others
-_NONE = Facts(group_tokens=None, role=OFF, no_bounds="none")
+KEY_CODES = "keys"  # which bound for the others
+_NONE = MethodSpec(group_size=None, role=OFF, no_bounds="none")
 
 
-def facts(name: str) -> Facts:
-    """Of a method; those of no method where there is none of that name."""
-    found: Facts = METHODS[name].FACTS if name in METHODS else _NONE
+def method_spec(name: str) -> MethodSpec:
+    """Return the facts of a method; those of no method where there is none of that name."""
+    found: MethodSpec = METHODS[name].SPEC if name in METHODS else _NONE
     return found
 
 
-def names(which: Callable[[Facts], object]) -> tuple[str, ...]:
+def names(which: Callable[[MethodSpec], object]) -> tuple[str, ...]:
     """The methods whose facts are so, in their order."""
-    return tuple(name for name in METHODS if which(facts(name)))
+    return tuple(name for name in METHODS if which(method_spec(name)))
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
-    """What is stored of one group of one layer and kv head, in its order."""
+    """Return the arrays stored of one group of one layer and kv head, in its order."""
     found: dict[str, Field] = {} if settings.method == OFF else METHODS[settings.method].fields(settings, head_dim)
     return found
 
@@ -55,15 +55,15 @@ def num_parts(settings: Settings, head_dim: int) -> int:
 
 
 def running(settings: Settings, head_dim: int) -> dict[str, Field]:
-    """The running statistics of one open group, kept beside the pool."""
+    """The running statistics of one partial group, kept beside the pool."""
     name = settings.method
-    found: dict[str, Field] = METHODS[name].running(settings, head_dim) if facts(name).follows else {}
+    found: dict[str, Field] = METHODS[name].running(settings, head_dim) if method_spec(name).follows else {}
     return found
 
 
 def constants(settings: Settings, layer: int, num_kv_heads: int, head_dim: int) -> Constants:
-    """What builders and scorers of a layer need besides keys, from the seed: values shared with the backends, no code.
-    Arrays [Hkv, ..], of each kv head, but `signs` [2, D], which all of them share."""
+    """Return the arrays that builders and scorers of a layer need besides keys, from the seed: values shared with the
+    backends, no code. Arrays [Hkv, ..], of each kv head, but `signs` [2, D], which all of them share."""
     make = getattr(METHODS[settings.method], "constants", None)
     found: Constants = make(settings, layer, num_kv_heads, head_dim) if make else {}
     return found

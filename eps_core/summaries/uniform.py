@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary
+from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary
 
-FACTS = Facts(group_tokens=16, role="evaluation", colour=9, by_place=True, no_bounds="none: it looks at no key")
+SPEC = MethodSpec(group_size=16, role="evaluation", colour=9, by_place=True, no_bounds="none: it looks at no key")
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
@@ -12,7 +12,7 @@ def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
 
 
 def constants(settings: Settings, layer: int, num_kv_heads: int, head_dim: int) -> Constants:
-    """Where each kv head starts: "stream" [Hkv, 1], 32 random bits."""
+    """Return where each kv head starts: "stream" [Hkv, 1], 32 random bits."""
     return {"stream": np.random.default_rng([settings.seed, 3, layer]).integers(0, 1 << 32, (num_kv_heads, 1))}
 
 

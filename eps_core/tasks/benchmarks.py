@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.errors import ConfigError, install, shown
-from eps_core.files import inputs
+from eps_core.io import inputs
 from eps_core.tasks.needle import Sample
 
 # of LongBench v1: they need a Chinese word splitter, and prompts in Chinese
@@ -188,12 +188,12 @@ def load_longbench(path: Path, prompts: Path | None = None, most_samples: int | 
     official = inputs.read_object(prompts, "prompts file", "give LongBench's dataset2prompt.json") if prompts else {}
     samples = []
     left: dict[str, int] = {}
-    for where, record in _records(path):
-        dataset = _text(where, record, "dataset").removesuffix("_e")  # LongBench-E is scored as LongBench
+    for place, record in _records(path):
+        dataset = _text(place, record, "dataset").removesuffix("_e")  # LongBench-E is scored as LongBench
         if dataset in CHINESE_DATASETS:
-            raise ConfigError(f"{where}: dataset {dataset} is Chinese and not supported: use an English one")
+            raise ConfigError(f"{place}: dataset {dataset} is Chinese and not supported: use an English one")
         if dataset not in _DATASETS:
-            raise ConfigError(f"{where}: dataset {shown(dataset)} is unknown: known are {', '.join(_DATASETS)}")
+            raise ConfigError(f"{place}: dataset {shown(dataset)} is unknown: known are {', '.join(_DATASETS)}")
         metric, max_new_tokens, prompt = _DATASETS[dataset]
         if left.setdefault(dataset, most_samples or sys.maxsize) == 0:
             continue
@@ -202,11 +202,11 @@ def load_longbench(path: Path, prompts: Path | None = None, most_samples: int | 
             if not isinstance(official.get(dataset), str):
                 raise ConfigError(f"{prompts}: no prompt for dataset {dataset}: take LongBench's dataset2prompt.json")
             prompt = official[dataset]
-        answers = _texts(where, record, "answers")
+        answers = _texts(place, record, "answers")
         if metric is retrieval_score and not all(re.search(r"Paragraph \d+", answer) for answer in answers):
-            raise ConfigError(f"{where}: an answer names no paragraph: write it as 'Paragraph 7'")
-        classes = _texts(where, record, "all_classes") if metric is classification_score else ()
-        filled = _fill(prompt, {"context": _text(where, record, "context"), "input": _text(where, record, "input")})
+            raise ConfigError(f"{place}: an answer names no paragraph: write it as 'Paragraph 7'")
+        classes = _texts(place, record, "all_classes") if metric is classification_score else ()
+        filled = _fill(prompt, {"context": _text(place, record, "context"), "input": _text(place, record, "input")})
         samples.append(Sample(dataset, filled, answers, None, max_new_tokens, classes, "longbench"))
     return samples
 
@@ -223,10 +223,10 @@ def load_ruler(path: Path, most_samples: int | None = None) -> list[Sample]:
     limits = (tokens for start, tokens in _RULER_NEW_TOKENS.items() if task.startswith(start))
     max_new_tokens = next(limits, _RULER_DEFAULT_NEW_TOKENS)
     samples = []
-    for where, record in islice(_records(path), most_samples):
-        prefix = _text(where, record, "answer_prefix") if "answer_prefix" in record else ""
-        prompt = _text(where, record, "input") + prefix
-        answers = _texts(where, record, "outputs")
+    for place, record in islice(_records(path), most_samples):
+        prefix = _text(place, record, "answer_prefix") if "answer_prefix" in record else ""
+        prompt = _text(place, record, "input") + prefix
+        answers = _texts(place, record, "outputs")
         samples.append(Sample(task, prompt, answers, None, max_new_tokens, (), "ruler", prefix.lstrip()))
     return samples
 
@@ -234,25 +234,25 @@ def load_ruler(path: Path, most_samples: int | None = None) -> list[Sample]:
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file, line n", object) of every line that is not blank; at least one."""
     empty = True
-    for where, record in inputs.read_jsonl(path, "benchmark file", "give a JSONL file", kept=False):
+    for place, record in inputs.read_jsonl(path, "benchmark file", "give a JSONL file", kept=False):
         empty = False
-        yield where, record
+        yield place, record
     if empty:
         raise ConfigError(f"benchmark file {path} is empty: give one JSON object a line")
 
 
-def _text(where: str, record: dict[str, Any], key: str) -> str:
+def _text(place: str, record: dict[str, Any], key: str) -> str:
     if key not in record:
-        raise ConfigError(f"{where}: {key} is missing: add it, or check that the file is of this benchmark")
+        raise ConfigError(f"{place}: {key} is missing: add it, or check that the file is of this benchmark")
     if not isinstance(record[key], str):
-        raise ConfigError(f"{where}: {key} is {type(record[key]).__name__}, not a text: mend the line")
+        raise ConfigError(f"{place}: {key} is {type(record[key]).__name__}, not a text: fix the line")
     return record[key]
 
 
-def _texts(where: str, record: dict[str, Any], key: str) -> tuple[str, ...]:
+def _texts(place: str, record: dict[str, Any], key: str) -> tuple[str, ...]:
     if key not in record:
-        raise ConfigError(f"{where}: {key} is missing: add it, or check that the file is of this benchmark")
+        raise ConfigError(f"{place}: {key} is missing: add it, or check that the file is of this benchmark")
     value = record[key]
     if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"{where}: {key} is no list of at least one text: mend the line")
+        raise ConfigError(f"{place}: {key} is no list of at least one text: fix the line")
     return tuple(value)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eps_core.errors import ConfigError
-from eps_core.files import inputs
+from eps_core.io import inputs
 
 FILE = Path(__file__).parent / "text" / "held_out.txt.gz"
 # part of what identifies a measurement: cells of two texts are not one grid
@@ -96,5 +96,5 @@ def corpus_or_text(path: Path | None) -> str:
 
 
 def held_out(name: str) -> bool:
-    """Whether a file of the standard library, by its path there, is of the text that no model may be trained on."""
+    """Return whether a file of the standard library, by its path there, is text that no model may be trained on."""
     return zlib.crc32(name.encode()) % NOT_HELD_OUT == 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eps_core.errors import ConfigError
-from eps_core.files.inputs import text_bytes
+from eps_core.io.inputs import text_bytes
 from eps_core.tasks.benchmarks import NO_CHAT
 from eps_core.tasks.needle import Sample, filler, needle_document
 from eps_core.tasks.ruler import DEPTHS, make_sample
@@ -91,7 +91,7 @@ def needle_tokens(
 def benchmark_question(sample: Sample, encode: Encode, max_context: int, ask: Ask | None = None) -> Question:
     """A benchmark's sample as it is; in a chat, by `ask`, where its authors put it into one. One of LongBench that is
     too long loses its middle, as in the official code, which keeps the first and last half of what the model takes;
-    here tokens are kept, not text that is split anew."""
+    here tokens are kept, not text that is split again."""
     assert sample.max_new_tokens is not None
     room = max_context - sample.max_new_tokens
     # what lies further from both ends than all tokens of the context reach is cut before it is encoded

@@ -22,7 +22,7 @@ def bytes_per_token(text: bytes, encode: Encode) -> float:
 def fit(
     make: Callable[[int], T], count: Callable[[T], tuple[int, int]], size: int, slack: int | None = None
 ) -> T | None:
-    """What `make(size in bytes)` gives where its prompt has as many tokens as asked, or at most `slack` fewer.
+    """Return the result of `make(size in bytes)` whose prompt has as many tokens as asked, or at most `slack` fewer.
 
     `count`: (tokens of the prompt, tokens asked for). The size is corrected by the tokens that are missing; after some
     steps it aims at the middle of the slack. None where no prompt stays within what was asked; with a slack a shorter
@@ -72,7 +72,7 @@ def check_length(tokens: list[int], num_tokens: int) -> list[int]:
 
 
 def answers(said: str, answer: str) -> bool:
-    """Whether a text begins with a number, white space left out, and not with a longer one."""
+    """Return whether a text begins with a number, white space left out, and not with a longer one."""
     return re.match(rf"\s*{re.escape(answer)}(?!\d)", said) is not None
 
 

@@ -1,4 +1,4 @@
-"""What launchers ask of tensors, and how pools of K and V become arguments of a kernel."""
+"""Checks of tensors that launchers make, and how pools of K and V become arguments of a kernel."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def pool_arrays(k_pool: Pool, v_pool: Pool) -> list[Tensor | None]:
 
 
 def pool_constants(k_pool: Pool, v_pool: Pool) -> dict[str, Any]:
-    """How both pools lie, and what they hold, compiled into a kernel. Raises ValueError as `pools.strides` and
+    """Return how both pools lie, and what they hold, compiled into a kernel. Raises ValueError as `pools.strides` and
     `check_layout`."""
     bits = {"K_BITS": bits_of(k_pool), "V_BITS": bits_of(v_pool), "VALUES": TYPES[k_pool.dtype]}
     if isinstance(k_pool, Tensor) and isinstance(v_pool, Tensor):
@@ -33,31 +33,31 @@ def pool_constants(k_pool: Pool, v_pool: Pool) -> dict[str, Any]:
 
 
 def held_as_codes(k_pool: Pool, v_pool: Pool) -> bool:
-    """Whether K or V are."""
+    """Return whether K or V are."""
     return bits_of(k_pool) != 16 or bits_of(v_pool) != 16
 
 
 def bits_of(pool: Pool) -> int:
-    """Of an element: 16 of a pool that holds K or V as they are, in whatever dtype."""
+    """Return the bits of an element: 16 of a pool that holds K or V as they are, in whatever dtype."""
     return 16 if isinstance(pool, Tensor) else int(pool.bits)
 
 
 def stride_constants(k_pool: Tensor, v_pool: Tensor) -> dict[str, int]:
-    """How both pools lie, compiled into a kernel: the pools of a cache do not move. Raises ValueError as
+    """Return how both pools lie, compiled into a kernel: the pools of a cache do not move. Raises ValueError as
     `pools.strides`."""
     return dict(zip(("UNIT_STRIDE", "HEAD_STRIDE", "TOKEN_STRIDE"), strides(k_pool, v_pool), strict=True))
 
 
-def check_shapes(q: Tensor, k_pool: Pool, v_pool: Pool, group_tokens: int) -> None:
+def check_shapes(q: Tensor, k_pool: Pool, v_pool: Pool, group_size: int) -> None:
     """Raises ValueError unless q [.., Hq, D] and pools [P, Hkv, U, D] agree, and units hold whole groups."""
     _, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
     if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype or k_pool.shape[3] != head_dim:
         raise ValueError(f"k {list(k_pool.shape)} and v {list(v_pool.shape)} must agree, also with q {list(q.shape)}")
-    if num_heads % kv_heads or unit_tokens % group_tokens:
+    if num_heads % kv_heads or unit_tokens % group_size:
         raise ValueError(
             f"{num_heads} query heads must be a multiple of {kv_heads} kv heads, and units of {unit_tokens} tokens of "
-            f"groups of {group_tokens}"
+            f"groups of {group_size}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Gated split-KV decode attention in Triton: one query token a sequence, over the listed groups or all tokens.
+"""Sparse split-KV decode attention in Triton: one query token a sequence, over the listed groups or all tokens.
 
 Split-KV is FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a (sequence, kv head) alone cannot fill a GPU, so its tokens
 are dealt to several programs and their partial results merged by log-sum-exp. Within a program it is the online softmax
@@ -14,7 +14,7 @@ an output by at most u sum_i p_i |v_i|, u = 2^-8 for bfloat16 and 2^-11 for floa
 itself. Where q is wider than the cache, q and the weights go in as the sum of two such numbers, which leaves u^2. A
 float32 cache is multiplied in true float32 (no TF32).
 
-Codes of 8 and 4 bits (`eps_core.oracle.pages`) become values in registers, `code * scale` in float32 rounded to the
+Codes of 8 and 4 bits (`eps_core.reference.pages`) become values in registers, `code * scale` in float32 rounded to the
 cache's dtype as everywhere, and are attended as such: only their bytes come from memory.
 
 D that is no power of two is padded to the next one under masks: masked lanes cost no memory traffic, and a second
@@ -56,18 +56,18 @@ class Plan:
 
 
 @triton.jit
-def load_groups(groups, token, last, S: tl.constexpr, GATED: tl.constexpr):
-    """The group of each token [N] of a list, or of a sequence where not GATED; -1 from `last` on."""
-    if GATED:
+def load_groups(groups, token, last, S: tl.constexpr, SPARSE: tl.constexpr):
+    """The group of each token [N] of a list, or of a sequence where not SPARSE; -1 from `last` on."""
+    if SPARSE:
         return tl.load(groups + token // S, mask=token < last, other=-1)
     return token // S
 
 
 @triton.jit
 def positions(group, token, last, length, S: tl.constexpr):
-    """Where tokens [N] of groups [N] lie in the sequence; negative for none."""
+    """Return where tokens [N] of groups [N] lie in the sequence; negative for none."""
     position = group * S + token % S
-    # the open group may be listed: what lies past the end may be anything, NaN too
+    # the partial group may be listed: what lies past the end may be anything, NaN too
     return tl.where((token < last) & (position < length), position, -1)
 
 
@@ -81,7 +81,7 @@ def load_units(table, position, U: tl.constexpr):
 def places(
     unit, position, h, U: tl.constexpr, UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr
 ):
-    """Where the rows of positions [N] in units [N] begin, for kv head h: [N] int64."""
+    """Return where the rows of positions [N] in units [N] begin, for kv head h: [N] int64."""
     return unit.to(tl.int64) * UNIT_STRIDE + h * HEAD_STRIDE + position % U * TOKEN_STRIDE
 
 
@@ -97,7 +97,7 @@ def load_rows(pool, start, d, live, D: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def load_scales(scale, row, live, BITS: tl.constexpr):
-    """What the codes of rows [N] are multiplied by, [N] float32: 0 where not `live`. Of 16 bits nothing is read."""
+    """Return the scales of the codes of rows [N], [N] float32: 0 where not `live`. Of 16 bits nothing is read."""
     if BITS == 16:
         return tl.zeros(row.shape, tl.float32)
     else:
@@ -135,7 +135,7 @@ def split_two(x, dtype: tl.constexpr):
 def attend_split_kernel(
     q, k, v, k_scale, v_scale, table, lengths, groups, counts, part_out, part_lse,
     scale, list_width, table_width,
-    HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, GATED: tl.constexpr,
+    HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, SPARSE: tl.constexpr,
     WIDE_Q: tl.constexpr, R_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, VALUES: tl.constexpr,
@@ -148,7 +148,7 @@ def attend_split_kernel(
     b, h = pair // HKV, pair % HKV
     length = tl.load(lengths + b)
     num_tokens = length
-    if GATED:
+    if SPARSE:
         num_tokens = tl.minimum(tl.load(counts + pair), list_width) * S
         groups += pair.to(tl.int64) * list_width
     table += b.to(tl.int64) * table_width
@@ -171,20 +171,20 @@ def attend_split_kernel(
     acc = tl.zeros([R_PAD, D_PAD], tl.float32)
     # the way to a row is list, table, row: each step runs one iteration ahead of the next, so that none is waited for
     token = first + tl.arange(0, BLOCK_N)
-    position = positions(load_groups(groups, token, last, S, GATED), token, last, length, S)
+    position = positions(load_groups(groups, token, last, S, SPARSE), token, last, length, S)
     unit = load_units(table, position, U)
     if CODES:  # scales, two bytes each, are too narrow for asynchronous copies: they are loaded a block early
         row = places(unit, position, h, U, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE)
         key_scale = load_scales(k_scale, row, position >= 0, K_BITS)
         value_scale = load_scales(v_scale, row, position >= 0, V_BITS)
-    group = load_groups(groups, token + BLOCK_N, last, S, GATED)
+    group = load_groups(groups, token + BLOCK_N, last, S, SPARSE)
     for start in range(first, last, BLOCK_N):
         live = position >= 0
         row = places(unit, position, h, U, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE)
         token = start + BLOCK_N + tl.arange(0, BLOCK_N)
         position = positions(group, token, last, length, S)
         unit = load_units(table, position, U)
-        group = load_groups(groups, token + BLOCK_N, last, S, GATED)
+        group = load_groups(groups, token + BLOCK_N, last, S, SPARSE)
         if CODES:
             key = load_values(k, row, key_scale, d, live, K_BITS, VALUES, D, D_PAD)
         else:
@@ -263,13 +263,13 @@ def merge_kernel(
 
 def attend_groups(
     q: Tensor, k_pool: Pool, v_pool: Pool, table: Tensor, lengths: Tensor, groups: Tensor | None,
-    counts: Tensor | None, *, group_tokens: int, num_splits: int | None = None,
+    counts: Tensor | None, *, group_size: int, num_splits: int | None = None,
 ) -> State:  # fmt: skip
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D],
     unscaled, over the first counts [B, Hkv] int32 of groups [B, Hkv, W] int32, or over all tokens where both are None.
     k_pool, v_pool [P, Hkv, U, D], as they are or codes, table [B, M] int32, lengths [B] int32. Out 0 and lse -inf where
     nothing is listed. Two launches, no synchronisation; `num_splits` (see `plan`) changes speed only."""
-    part_out, part_lse = attend_splits(q, k_pool, v_pool, table, lengths, groups, counts, group_tokens, num_splits)
+    part_out, part_lse = attend_splits(q, k_pool, v_pool, table, lengths, groups, counts, group_size, num_splits)
     batch, num_heads, head_dim = q.shape
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_lse.new_empty((batch, num_heads))
     block_d = merge_channels(head_dim)
@@ -281,15 +281,15 @@ def attend_groups(
 
 def attend_splits(
     q: Tensor, k_pool: Pool, v_pool: Pool, table: Tensor, lengths: Tensor, groups: Tensor | None,
-    counts: Tensor | None, group_tokens: int, num_splits: int | None,
+    counts: Tensor | None, group_size: int, num_splits: int | None,
 ) -> State:  # fmt: skip
     """The partial results that `merge_splits` merges: (out [B, Hq, splits, D], lse [B, Hq, splits]) float32."""
     check_layout(table=table, lengths=lengths)
     batch, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
-    check_shapes(q, k_pool, v_pool, group_tokens)
+    check_shapes(q, k_pool, v_pool, group_size)
     width = 0 if groups is None else groups.shape[2]
-    most_tokens = table.shape[1] * unit_tokens if groups is None else width * group_tokens
+    most_tokens = table.shape[1] * unit_tokens if groups is None else width * group_size
     chosen = plan(batch * kv_heads, most_tokens, head_dim, k_pool.dtype, processors(q.device), num_splits,
         codes=held_as_codes(k_pool, v_pool),
     )  # fmt: skip
@@ -300,7 +300,7 @@ def attend_splits(
         q.contiguous(), *pool_arrays(k_pool, v_pool), table, lengths, None if groups is None else groups.contiguous(),
         None if counts is None else counts.contiguous(), part_out, part_lse,
         math.log2(math.e) / math.sqrt(head_dim), width, table.shape[1],
-        HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_tokens, GATED=groups is not None,
+        HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_size, SPARSE=groups is not None,
         WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, **padding(repeat, head_dim),
         BLOCK_N=chosen.block_tokens, **pool_constants(k_pool, v_pool), num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, ParamSpec, TypeVar
 
+from eps_core.attention.kernels import Kernel, KernelTable, kernel_first
 from eps_core.cpu.usable import why_not
-from eps_core.gate.kernels import Kernel, KernelTable, kernel_first
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in Triton's interpreter: slow, for tests on a machine without a GPU."""
+    """Return whether Triton kernels run in Triton's interpreter: slow, for tests on a machine without a GPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -30,7 +30,7 @@ def usable_kernels(device: str) -> list[str]:
 
 
 def _compiles(device: str) -> bool:
-    """Whether the Triton that is installed, if any, has a compiler for a device; Intel's is in a build of its own."""
+    """Return whether the installed Triton, if any, has a compiler for a device; Intel's is in a build of its own."""
     if importlib.util.find_spec("triton") is None:
         return False
     if device == "xpu":
@@ -60,5 +60,5 @@ def kernel_of(cache: Any, name: str) -> Kernel | None:
 
 
 def routed(entry: Callable[[KernelTable], Kernel | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """See `gate.kernels.kernel_first`."""
+    """See `attention.kernels.kernel_first`."""
     return kernel_first(kernels_of, entry)

@@ -8,37 +8,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.attention.kernels import Kernel
 from eps_core.backend.gpu import GpuKernels
-from eps_core.config.read import Read
-from eps_core.gate.kernels import Kernel
-from eps_core.paging.groups import WritePlan
-from eps_core.paging.where import Where
+from eps_core.config.selection import SelectionConfig
+from eps_core.kv_cache.groups import WritePlan
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import part_dims
 from eps_cuda.anchors import anchors
 from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
+from eps_cuda.kernels import correction as correction_kernels
 from eps_cuda.kernels import rows as rows_kernels
 from eps_cuda.kernels import score as score_kernels
 from eps_cuda.kernels import select as select_kernels
-from eps_cuda.kernels import tail as tail_kernels
 from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels.select import Depth
-from eps_cuda.kernels.write import TailPools, UnitPools, write_tokens
-from eps_cuda.selection import visit_mask
+from eps_cuda.kernels.write import CorrectionPools, UnitPools, write_tokens
+from eps_cuda.selection import selection_mask
 
 
 class TritonKernels(GpuKernels):
     family = "triton"
     attend_groups = attend_kernels.attend_groups
     attend_all_rows = rows_kernels.attend_rows
-    attend_skipped = tail_kernels.attend_tail
+    attend_skipped = correction_kernels.attend_correction
     score_meanstd = score_kernels.score_meanstd
     select_topk = select_kernels.select_topk
-    visit_mask = visit_mask
+    selection_mask = selection_mask
 
     @staticmethod
-    def compact(visit: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
-        return select_kernels.compact(visit.contiguous(), width=width)
+    def compact(selected_mask: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
+        return select_kernels.compact(selected_mask.contiguous(), width=width)
 
     def place(self, cache: Cache) -> AbstractContextManager[Any]:
         return torch.inference_mode()
@@ -49,47 +49,50 @@ class TritonKernels(GpuKernels):
     def boolean(self, array: Tensor) -> Tensor:
         return array.bool()
 
-    def estimates(self, cache: Cache, layer: int, q: Tensor, where: Where, table: Tensor, lengths: Tensor) -> Tensor:
-        return estimates(cache, layer, q, table, lengths, depth_of(cache, where), where.config.read)
+    def estimates(self, cache: Cache, layer: int, q: Tensor, plan: StepPlan, table: Tensor, lengths: Tensor) -> Tensor:
+        return estimates(cache, layer, q, table, lengths, depth_of(cache, plan), plan.config.selection_config)
 
 
 def to_device(of: Cache | Tensor, array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(of.device, non_blocking=True)
 
 
-def depth_of(cache: Cache, where: Where) -> Depth:
-    """How far a step reads codes, copied once for all layers."""
+def depth_of(cache: Cache, plan: StepPlan) -> Depth:
+    """Return how far a step reads codes, copied once for all layers."""
 
     def copy() -> Depth:
-        counts = [*where.staged(cache.spec.head_dim), where.refined]
-        *staged, refined = ((to_device(cache, one.astype(np.int32)), int(one.max())) for one in counts)
-        return Depth(tuple(staged), refined)
+        counts = [*plan.cascaded(cache.spec.head_dim), plan.rescored]
+        *cascaded, rescored = ((to_device(cache, one.astype(np.int32)), int(one.max())) for one in counts)
+        return Depth(tuple(cascaded), rescored)
 
-    return where.once(("depth", cache.device, cache.spec.head_dim), copy)
+    return plan.once(("depth", cache.device, cache.spec.head_dim), copy)
 
 
-def estimates(cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, depth: Depth, read: Read) -> Tensor:
+def estimates(
+    cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, depth: Depth, selection_config: SelectionConfig
+) -> Tensor:
     """[B, Hkv, G] of rq, from device arrays alone: q [B, Hq, D], table [B, M], lengths [B]."""
     q = q.contiguous()
-    store, summary = cache.store, cache.summaries[layer]
+    cache_config, summary = cache.cache_config, cache.summaries[layer]
     query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
     return unit_kernels.score_units(
-        query, summary, cache.valid[layer], table, lengths, depth, anchors(cache, layer, q, table[:, :1], read),
-        group_tokens=store.S, mean_bits=store.mean_bits, dims=part_dims(store, cache.spec.head_dim),
+        query, summary, cache.valid[layer], table, lengths, depth,
+        anchors(cache, layer, q, table[:, :1], selection_config),
+        group_size=cache_config.S, mean_bits=cache_config.mean_bits, dims=part_dims(cache_config, cache.spec.head_dim),
     )  # fmt: skip
 
 
 def unsupported_writing(cache: Cache) -> str | None:
-    """Return what one kernel does not write with a decode step's tokens and all that follows from them, or None: it
+    """Return why one kernel does not write a decode step's tokens and all that follows from them, or None: it
     knows rq and off, and K and V without codes."""
-    store = cache.store
+    cache_config = cache.cache_config
     if cache.spec.quantised:
         return "K or V in codes"
-    if not store.enabled:
+    if not cache_config.enabled:
         return None
-    if not store.facts.coded:
-        return f"method {store.method}"
-    return "bounds" if store.has_bounds else None
+    if not cache_config.method_spec.coded:
+        return f"method {cache_config.method}"
+    return "bounds" if cache_config.has_bounds else None
 
 
 def covers_writing(cache: Cache) -> bool:
@@ -101,13 +104,13 @@ def covers_writing(cache: Cache) -> bool:
 def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> Cache:
     """Writes a decode step's tokens, each in a unit of its own."""
     for one in _summarised(cache):
-        count_sealed(cache, one, one.state[layer].plan(slots))
+        count_finalized(cache, one, one.state[layer].plan(slots))
     write(cache, layer, k, v, to_device(cache, slots.astype(np.int32)))
     return cache
 
 
 def _summarised(cache: Cache) -> list[Cache]:
-    return [one for one in (cache, cache.tail) if one is not None and one.store.enabled]
+    return [one for one in (cache, cache.correction) if one is not None and one.cache_config.enabled]
 
 
 def plan_step(cache: Cache, slots: np.ndarray) -> None:
@@ -117,47 +120,51 @@ def plan_step(cache: Cache, slots: np.ndarray) -> None:
         plan = first.plan(slots)
         for state in others:
             state.follow(first, slots)
-        count_sealed(cache, one, plan, len(one.state))
+        count_finalized(cache, one, plan, len(one.state))
 
 
-def count_sealed(cache: Cache, one: Cache, plan: WritePlan, num_layers: int = 1) -> None:
-    """Counts the keys and values that are read back to seal groups of `one`, the cache or its tail."""
-    sealed = num_layers * int(plan.sealed.sum())
-    cache.bytes_k_reread += sealed * cache.spec.num_kv_heads * one.store.sealed_tokens * cache.spec.kv_token_bytes // 2
+def count_finalized(cache: Cache, one: Cache, plan: WritePlan, num_layers: int = 1) -> None:
+    """Counts the keys and values that are read back to finalize groups of `one`, the cache or its correction."""
+    finalized = num_layers * int(plan.finalized.sum())
+    cache.bytes_k_reread += (
+        finalized * cache.spec.num_kv_heads * one.cache_config.span_tokens * cache.spec.kv_token_bytes // 2
+    )
 
 
 @torch.inference_mode()
 def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """One token of each sequence, k, v [N, Hkv, D] to slots [N] (device, -1: none), from device arrays alone. The host
     must tell every `state` of the same slots."""
-    store, inner = cache.store, cache.tail
+    cache_config, inner = cache.cache_config, cache.correction
     rq: UnitPools | None = None
-    tail = valid = None
-    if store.enabled:
+    correction = valid = None
+    if cache_config.enabled:
         summary, valid = cache.summaries[layer], cache.valid[layer]
         optional = {name: summary.get(name) for name in ("more", "rest", "second", "second_scale")}
         rq = UnitPools(
             mean=summary["mean"], mean_scale=summary["mean_scale"], codes=summary["codes"], scale=summary["scale"],
-            signs=cache.fixed[layer]["signs"], group_tokens=store.S, bits=store.mean_bits, **optional,
+            signs=cache.fixed[layer]["signs"], group_size=cache_config.S, bits=cache_config.mean_bits, **optional,
         )  # fmt: skip
     if inner is not None:
         fields = inner.summaries[layer]
-        tail = TailPools(fields["mean"], fields["mean_scale"], inner.valid[layer], store.tail_tokens)
+        correction = CorrectionPools(
+            fields["mean"], fields["mean_scale"], inner.valid[layer], cache_config.correction_tokens
+        )
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
         k, v, slots, *cache.plain(layer), cache.finite[layer], valid,
-        sealed_tokens=store.sealed_tokens, rq=rq, tail=tail, largest_key=None, largest_value=None,
+        span_tokens=cache_config.span_tokens, rq=rq, correction=correction, largest_key=None, largest_value=None,
     )  # fmt: skip
 
 
 @torch.inference_mode()
 def place(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, finite: Tensor) -> None:
-    """`write` without what follows from a write: K and V alone, as `cache.place_kv` leaves them. `finite` [] bool is
-    told of NaN and Inf in the cache's place."""
+    """`write` without what follows from a write: K and V alone, as `cache.write_kv_tentative` leaves them. `finite` []
+    bool is told of NaN and Inf in the cache's place."""
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
-        k, v, slots, *cache.plain(layer), finite, None, sealed_tokens=cache.store.sealed_tokens, rq=None,
-        tail=None, largest_key=None, largest_value=None,
+        k, v, slots, *cache.plain(layer), finite, None, span_tokens=cache.cache_config.span_tokens, rq=None,
+        correction=None, largest_key=None, largest_value=None,
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class Blocks:
 
 @triton.jit
 def block_positions(block, first, last, S: tl.constexpr, S_PAD: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tokens of a block [BLOCK_N] of a split lie in the sequence; negative for none."""
+    """Return where the tokens of a block [BLOCK_N] of a split lie in the sequence; negative for none."""
     lane = block * BLOCK_N + tl.arange(0, BLOCK_N)
     position = first + lane // S_PAD * S + lane % S_PAD
     return tl.where((lane % S_PAD < S) & (position < last), position, -1)
@@ -78,14 +78,14 @@ def add_mass(largest, total, other_largest, other_total):
 
 @triton.jit
 def natural_log(largest, total):
-    """Of the base-2 mass total x 2^largest; -inf of none."""
+    """Return the natural log of the base-2 mass total x 2^largest; -inf of none."""
     empty = total == 0
     return tl.where(empty, float("-inf"), (largest + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
 
 
 @triton.jit(do_not_specialize=["table_width", "num_groups"])
 def rows_split_kernel(
-    q, k, v, k_scale, v_scale, table, lengths, starts, visit, part_out, part_lse, part_visited,
+    q, k, v, k_scale, v_scale, table, lengths, starts, selected_mask, part_out, part_lse, part_selected,
     scale, table_width, num_groups,
     HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr,
     WIDE_Q: tl.constexpr, VISIT: tl.constexpr,
@@ -96,7 +96,7 @@ def rows_split_kernel(
 ):  # fmt: skip
     """Program (tile of queries, b * HKV + h, split): the tokens of one split, for BLOCK_M / R_PAD rows of sequence b
     and the R query heads of kv head h. Writes part_out [T, Hq, splits, D] float32, normalised, part_lse and
-    part_visited [T, Hq, splits] float32, natural log. Strides as in `attend_split_kernel`."""
+    part_selected [T, Hq, splits] float32, natural log. Strides as in `attend_split_kernel`."""
     CODES: tl.constexpr = K_BITS != 16 or V_BITS != 16
     tile, pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     b, h = pair // HKV, pair % HKV
@@ -131,7 +131,7 @@ def rows_split_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     broken = tl.zeros([BLOCK_M], tl.int32)
-    visited_largest, visited_total = largest, total
+    selected_largest, selected_total = largest, total
     # the way to a token is table, row: the first step runs one iteration ahead, so that it is not waited for
     position = block_positions(0, first, last, S, S_PAD, BLOCK_N)
     unit = load_units(table, position, U)
@@ -180,20 +180,22 @@ def rows_split_kernel(
                 group = split * SPLIT_GROUPS + block // SPAN * GROUPS + tl.arange(0, GROUPS)
                 inside = (group < num_groups)[None, :]
                 asked = tl.load(
-                    visit + pair_row[:, None] * num_groups + group[None, :], mask=exists[:, None] & inside, other=0
+                    selected_mask + pair_row[:, None] * num_groups + group[None, :],
+                    mask=exists[:, None] & inside,
+                    other=0,
                 )
                 listed = asked != 0
                 listed_top = tl.where(listed, top, -3.0e38)
                 new = tl.max(listed_top, axis=1)
                 mass_listed = tl.where(listed, mass * tl.exp2(listed_top - new[:, None]), 0.0)
-                visited_largest, visited_total = add_mass(
-                    visited_largest, visited_total, new, tl.sum(mass_listed, axis=1)
+                selected_largest, selected_total = add_mass(
+                    selected_largest, selected_total, new, tl.sum(mass_listed, axis=1)
                 )
 
     part = head * num_splits + split
     tl.store(part_lse + part, natural_log(largest, total), mask=exists)
     if VISIT:
-        tl.store(part_visited + part, natural_log(visited_largest, visited_total), mask=exists)
+        tl.store(part_selected + part, natural_log(selected_largest, selected_total), mask=exists)
     if first < last:  # the merge gives a split without tokens no weight and needs no zeros of it
         out = tl.where((broken > 0)[:, None], float("nan"), acc / tl.where(total == 0, 1.0, total)[:, None])
         tl.store(part_out + part[:, None] * D + d[None, :], out, mask=in_head)
@@ -204,32 +206,32 @@ def rows_split_kernel(
 
 def attend_rows(
     q: Tensor, k_pool: Pool, v_pool: Pool, table: Tensor, lengths: Tensor, starts: Tensor, *, most_rows: int,
-    group_tokens: int, visit: Tensor | None = None,
+    group_size: int, selected_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(out [T, Hq, D] in q's dtype, lse, visited_lse) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
+    """(out [T, Hq, D] in q's dtype, lse, selected_lse) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
     v_pool [P, Hkv, U, D], as they are or codes. Rows starts[b] to starts[b + 1] - 1 are the last tokens of sequence b,
-    starts [B + 1] int32, at most `most_rows`; table [B, M] int32, lengths [B] int32, visit [T, Hkv, M * U / S] bool.
-    Two launches besides what `visit` asks for; shapes are static, and nothing waits."""
+    starts [B + 1] int32, at most `most_rows`; table [B, M] int32, lengths [B] int32, `selected_mask`
+    [T, Hkv, M * U / S] bool. Two launches besides what that asks for; shapes are static, and nothing waits."""
     check_layout(table=table, lengths=lengths, starts=starts)
-    check_shapes(q, k_pool, v_pool, group_tokens)
+    check_shapes(q, k_pool, v_pool, group_size)
     num_rows, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
     batch, width = table.shape
-    repeat, num_groups = num_heads // kv_heads, width * (unit_tokens // group_tokens)
-    sizes = blocks(repeat, head_dim, group_tokens, k_pool.dtype, q.dtype)
+    repeat, num_groups = num_heads // kv_heads, width * (unit_tokens // group_size)
+    sizes = blocks(repeat, head_dim, group_size, k_pool.dtype, q.dtype)
     num_splits = max(triton.cdiv(num_groups, sizes.split_groups), 1)
     repeat_pad = triton.next_power_of_2(repeat)
     part_out = torch.empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     part_lse = part_out.new_empty(part_out.shape[:3])
-    part_visited = None if visit is None else torch.empty_like(part_lse)
+    part_selected = None if selected_mask is None else torch.empty_like(part_lse)
     tiles = triton.cdiv(most_rows * repeat_pad, sizes.queries)
     rows_split_kernel[(tiles, batch * kv_heads, num_splits)](
         q.contiguous(), *pool_arrays(k_pool, v_pool), table, lengths, starts,
-        None if visit is None else visit.to(torch.uint8).contiguous(), part_out, part_lse, part_visited,
-        math.log2(math.e) / math.sqrt(head_dim), width, num_groups,
-        HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_tokens,
-        WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, VISIT=visit is not None,
-        **constants(sizes, repeat, head_dim, group_tokens), **pool_constants(k_pool, v_pool),
+        None if selected_mask is None else selected_mask.to(torch.uint8).contiguous(),
+        part_out, part_lse, part_selected, math.log2(math.e) / math.sqrt(head_dim), width, num_groups,
+        HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_size,
+        WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, VISIT=selected_mask is not None,
+        **constants(sizes, repeat, head_dim, group_size), **pool_constants(k_pool, v_pool),
         num_warps=sizes.num_warps, num_stages=STAGES["hip" if torch.version.hip else "cuda"],
     )  # fmt: skip
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_lse.new_empty((num_rows, num_heads))
@@ -237,27 +239,27 @@ def attend_rows(
     merge_kernel[(num_rows * num_heads, triton.cdiv(head_dim, block_d))](
         part_out, part_lse, out, lse, num_splits, D=head_dim, BLOCK_S=MERGE_SPLITS, BLOCK_D=block_d
     )
-    return out, lse, None if part_visited is None else torch.logsumexp(part_visited, dim=2)
+    return out, lse, None if part_selected is None else torch.logsumexp(part_selected, dim=2)
 
 
-def blocks(repeat: int, head_dim: int, group_tokens: int, dtype: torch.dtype, q_dtype: torch.dtype) -> Blocks:
-    """Of R query heads a kv head, D, S and the dtypes of the cache and of q. Not of how many rows or sequences there
-    are: their bits would follow."""
+def blocks(repeat: int, head_dim: int, group_size: int, dtype: torch.dtype, q_dtype: torch.dtype) -> Blocks:
+    """Return the blocks for R query heads a kv head, D, S and the dtypes of the cache and of q. They do not depend on
+    how many rows or sequences there are: their bits would follow."""
     # half of what the few queries of one step have room for: more spills
     tokens = max(plan(1, 0, head_dim, dtype, 1, 1).block_tokens // 2, 16)
-    group_lanes = triton.next_power_of_2(group_tokens)
+    group_lanes = triton.next_power_of_2(group_size)
     groups, span = max(tokens // group_lanes, 1), max(group_lanes // tokens, 1)
-    split_groups = max(SPLIT_TOKENS // (groups * group_tokens), 1) * groups
+    split_groups = max(SPLIT_TOKENS // (groups * group_size), 1) * groups
     queries = 64 if q_dtype == dtype and head_dim <= 128 else 32
     if dtype not in HALVES:
         queries = 16  # no tensor cores: the products' registers bound the tile
     return Blocks(max(queries, triton.next_power_of_2(repeat)), tokens, groups, span, split_groups, 8)
 
 
-def constants(sizes: Blocks, repeat: int, head_dim: int, group_tokens: int) -> dict[str, int]:
-    """What `rows_split_kernel` is compiled for besides the model's shape."""
+def constants(sizes: Blocks, repeat: int, head_dim: int, group_size: int) -> dict[str, int]:
+    """Return the constants that `rows_split_kernel` is compiled for besides the model's shape."""
     return {
         "R_PAD": triton.next_power_of_2(repeat), "D_PAD": padding(repeat, head_dim)["D_PAD"],
-        "S_PAD": triton.next_power_of_2(group_tokens), "BLOCK_M": sizes.queries, "BLOCK_N": sizes.tokens,
+        "S_PAD": triton.next_power_of_2(group_size), "BLOCK_M": sizes.queries, "BLOCK_N": sizes.tokens,
         "GROUPS": sizes.groups, "SPAN": sizes.span, "SPLIT_GROUPS": sizes.split_groups,
     }  # fmt: skip

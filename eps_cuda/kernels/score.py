@@ -67,7 +67,7 @@ def _once(twice, RP: tl.constexpr):
 
 @triton.jit
 def _places(table_row, g, listed, kv_heads, h, GPU: tl.constexpr):
-    """Of groups g: their index among the pool's groups of one head, and among those of all heads. int64."""
+    """Return the index of groups g among the pool's groups of one head, and among those of all heads. int64."""
     unit = tl.maximum(tl.load(table_row + g // GPU, mask=listed, other=0), 0).to(tl.int64)
     return unit * GPU + g % GPU, (unit * kv_heads + h) * GPU + g % GPU
 
@@ -84,11 +84,11 @@ def _settle(estimate, R: tl.constexpr, RP: tl.constexpr, LARGEST: tl.constexpr, 
 
 @triton.jit
 def _store_estimate(
-    best, estimate, valid, place, seal, g, row, length, groups, inside, SEALED: tl.constexpr,
+    best, estimate, valid, place, span, g, row, length, groups, inside, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """+inf inside the sequence without a valid summary, -inf past its end. `seal`: the run of SEALED tokens that is
+    """+inf inside the sequence without a valid summary, -inf past its end. `span`: the run of SPAN tokens that is
     summarised together in which group g lies; `place`: its own among those of the pool."""
-    is_open = (seal == (length + SEALED - 1) // SEALED - 1) & (length % SEALED != 0)
+    is_open = (span == (length + SPAN - 1) // SPAN - 1) & (length % SPAN != 0)
     known = inside & ~is_open & (tl.load(valid + place, mask=inside, other=0) != 0)
     best = tl.where(known, best, tl.where(inside, float("inf"), -float("inf")))
     tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=g < groups)
@@ -96,7 +96,7 @@ def _store_estimate(
 
 @triton.jit
 def _query(turned_row, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr):
-    """Of each head: the power of two that scales it [2 RP], its inverse [RP], and the sum of its entries [RP]."""
+    """Return each head's power of two that scales it [2 RP], its inverse [RP], and the sum of its entries [RP]."""
     r, d = tl.arange(0, 2 * RP) // 2, tl.arange(0, DP)
     a = tl.load(turned_row + r[:, None] * D + d[None, :], mask=(r < R)[:, None] & (d < D)[None, :], other=0.0)
     power, inverse = _power(tl.max(tl.abs(a), axis=1))
@@ -201,7 +201,7 @@ def _block(rows: int, groups: int, row_bytes: int) -> int:
 
 
 def code_shape(head_dim: int, bits: int) -> dict[str, int]:
-    """How codes of one group are laid out in a product: BYTES of them, padded to BP, FOLD codes of a byte at once."""
+    """Return how a group's codes lie in a product: BYTES of them, padded to BP, FOLD codes of a byte at once."""
     num_bytes = -(-head_dim * bits // 8)
     padded = _power_of_two(num_bytes)
     # at least 16 rows in all; codes past a byte's last multiply zeros
@@ -213,10 +213,10 @@ def _check_layout(*arrays: Tensor) -> None:
 
 
 def score_meanstd(
-    q: Tensor, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, *, group_tokens: int
+    q: Tensor, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, *, group_size: int
 ) -> Tensor:
     """Estimates [B, Hkv, G] float32 of log A_p of method `meanstd`, the most of R query heads: +inf inside the sequence
-    without a valid summary (an open group too), -inf past its end. q [B, Hq, D] unscaled, summary a layer's pools by
+    without a valid summary (a partial group too), -inf past its end. q [B, Hq, D] unscaled, summary a layer's pools by
     name: mean [P, Hkv, GPU, D] int8 and std uint8, each with its scale [P, Hkv, GPU] float16; valid [P * GPU] uint8,
     table [B, M] and lengths [B] int32."""
     pools = [summary[name] for name in ("mean", "mean_scale", "std", "std_scale")]
@@ -230,6 +230,6 @@ def score_meanstd(
     _score_meanstd[(triton.cdiv(groups, block), batch * kv_heads)](
         q, *pools, valid, table, lengths, estimate, q.stride(0), q.stride(1), 1 / math.sqrt(head_dim), table.shape[1],
         groups, kv_heads, R=heads // kv_heads, D=head_dim, RP=_padded_heads(heads // kv_heads), DP=padded, GPU=per_unit,
-        S=group_tokens, LARGEST=LARGEST_ESTIMATE, BLOCK=block,
+        S=group_size, LARGEST=LARGEST_ESTIMATE, BLOCK=block,
     )  # fmt: skip
     return estimate

@@ -26,11 +26,11 @@ THREADS = 512  # of a program at most: twice as many leave too few registers for
 
 @dataclass(frozen=True)
 class Depth:
-    """Of how many groups of each sequence, per kv head, a step reads how much of a code: counts [B] int32 on the
+    """Counts of groups, per sequence and kv head, of which a step reads so much of a code: counts [B] int32 on the
     device, and the most that they can be, which the host knows before a step is captured. 0: none."""
 
-    staged: tuple[tuple[Tensor, int], ...]  # each part after the first
-    refined: tuple[Tensor, int]  # the second bit
+    cascaded: tuple[tuple[Tensor, int], ...]  # each part after the first
+    rescored: tuple[Tensor, int]  # the rescoring bit
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -38,22 +38,23 @@ class Depth:
 
 @triton.jit
 def _keys(
-    estimate_row, g, groups, length, first_tokens, last_tokens, min_context, S: tl.constexpr, GUARDS: tl.constexpr,
+    estimate_row, g, groups, length, num_sink_tokens, num_recent_tokens, min_context,
+    S: tl.constexpr, SINK_RECENT: tl.constexpr,
 ):  # fmt: skip
-    """int32 keys in the estimates' order: INFINITE of forced groups, LOWEST of those never taken. With GUARDS forced
-    groups are those of `paging.where.forced_groups` and +inf inside the sequence; without them none is, and +inf is
-    never taken."""
+    """int32 keys in the estimates' order: INFINITE of always selected groups, LOWEST of those never taken. With
+    SINK_RECENT the former are sink and recent tokens and +inf inside the sequence; without it there are none, and +inf
+    is never taken."""
     INFINITE: tl.constexpr = 0x7F800000
     LOWEST: tl.constexpr = -0x80000000
     estimate = tl.load(estimate_row + g, mask=g < groups, other=-float("inf"))
     # one zero, as ties compare values
     bits = tl.where(estimate == 0, 0.0, estimate).to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    if GUARDS:
+    if SINK_RECENT:
         ends = (length + S - 1) // S
         inside = (g < ends) & (g < groups)
-        first = g < (tl.minimum(first_tokens, length) + S - 1) // S
-        last = g >= tl.maximum(length - last_tokens, 0) // S
+        first = g < (tl.minimum(num_sink_tokens, length) + S - 1) // S
+        last = g >= tl.maximum(length - num_recent_tokens, 0) // S
         is_open = (g == ends - 1) & (length % S != 0)
         key = tl.where(first | last | is_open | (length < min_context), INFINITE, key)
         # -inf inside is taken last of all, past the end never
@@ -67,31 +68,44 @@ def _extent(keys):
     INFINITE: tl.constexpr = 0x7F800000
     LOWEST: tl.constexpr = -0x80000000
     HIGHEST: tl.constexpr = 0x7FFFFFFF
-    forced, eligible = tl.sum((keys >= INFINITE).to(tl.int32), axis=0), tl.sum((keys > LOWEST).to(tl.int32), axis=0)
+    always_selected, eligible = (
+        tl.sum((keys >= INFINITE).to(tl.int32), axis=0),
+        tl.sum((keys > LOWEST).to(tl.int32), axis=0),
+    )
     smallest = tl.min(tl.where(keys > LOWEST, keys, HIGHEST), axis=0)
-    return forced, eligible, smallest, tl.max(tl.where(keys < INFINITE, keys, LOWEST), axis=0)
+    return always_selected, eligible, smallest, tl.max(tl.where(keys < INFINITE, keys, LOWEST), axis=0)
 
 
 @triton.jit
 def _select(
-    estimate, lengths, wanted, out_groups, out_counts, visit, groups, kv_heads, width, first_tokens, last_tokens,
-    min_context, S: tl.constexpr, GUARDS: tl.constexpr, VISIT: tl.constexpr, BLOCK: tl.constexpr,
-    RESIDENT: tl.constexpr, LIST: tl.constexpr,
+    estimate, lengths, wanted, out_groups, out_counts, selected_mask, groups, kv_heads, width,
+    num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr, VISIT: tl.constexpr,
+    BLOCK: tl.constexpr, RESIDENT: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """One (sequence, kv head): the `wanted` largest keys."""
     INFINITE: tl.constexpr = 0x7F800000
     row = tl.program_id(0)
-    length = tl.load(lengths + row // kv_heads) if GUARDS else 0
+    length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
     estimate_row = estimate + row.to(tl.int64) * groups
     index = tl.arange(0, BLOCK)
 
-    keys = _keys(estimate_row, index, groups, length, first_tokens, last_tokens, min_context, S, GUARDS)
+    keys = _keys(estimate_row, index, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT)
     above, least, lowest, highest = _extent(keys)
     if not RESIDENT:
         for start in range(BLOCK, groups, BLOCK):
-            part = _keys(estimate_row, start + index, groups, length, first_tokens, last_tokens, min_context, S, GUARDS)
-            forced, eligible, smallest, largest = _extent(part)
-            above += forced
+            part = _keys(
+                estimate_row,
+                start + index,
+                groups,
+                length,
+                num_sink_tokens,
+                num_recent_tokens,
+                min_context,
+                S,
+                SINK_RECENT,
+            )
+            always_selected, eligible, smallest, largest = _extent(part)
+            above += always_selected
             least += eligible
             lowest, highest = tl.minimum(lowest, smallest), tl.maximum(highest, largest)
     want = tl.minimum(tl.minimum(tl.maximum(tl.load(wanted + row // kv_heads), 0), least), width)
@@ -107,7 +121,15 @@ def _select(
         if not RESIDENT:
             for start in range(BLOCK, groups, BLOCK):
                 part = _keys(
-                    estimate_row, start + index, groups, length, first_tokens, last_tokens, min_context, S, GUARDS
+                    estimate_row,
+                    start + index,
+                    groups,
+                    length,
+                    num_sink_tokens,
+                    num_recent_tokens,
+                    min_context,
+                    S,
+                    SINK_RECENT,
                 )
                 count += tl.sum((part >= at.to(tl.int32)).to(tl.int32), axis=0)
         enough = count >= want
@@ -122,7 +144,7 @@ def _select(
     out_row = out_groups + row.to(tl.int64) * width
     for start in range(0, groups, LIST):
         g = start + list_index
-        key = _keys(estimate_row, g, groups, length, first_tokens, last_tokens, min_context, S, GUARDS)
+        key = _keys(estimate_row, g, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT)
         sure, between = key >= high_key, (key >= low_key) & (key < high_key)
         # both counts in one scan
         both = sure.to(tl.int32) + (between.to(tl.int32) << 16)
@@ -132,7 +154,7 @@ def _select(
         place = sure_before + (ranks & 0xFFFF) + tl.minimum(rank, room) - 1
         tl.store(out_row + place, g, mask=taken)
         if VISIT:
-            tl.store(visit + row.to(tl.int64) * groups + g, taken.to(tl.uint8), mask=g < groups)
+            tl.store(selected_mask + row.to(tl.int64) * groups + g, taken.to(tl.uint8), mask=g < groups)
         ends = tl.sum(both, axis=0)
         sure_before += ends & 0xFFFF
         between_before += ends >> 16
@@ -143,7 +165,7 @@ def _select(
 
 
 @triton.jit
-def _compact(visit, out_groups, out_counts, groups, width, LIST: tl.constexpr):
+def _compact(selected_mask, out_groups, out_counts, groups, width, LIST: tl.constexpr):
     """One (sequence, kv head): the indices of what is set."""
     row = tl.program_id(0)
     index = tl.arange(0, LIST)
@@ -151,7 +173,7 @@ def _compact(visit, out_groups, out_counts, groups, width, LIST: tl.constexpr):
     out_row = out_groups + row.to(tl.int64) * width
     for start in range(0, groups, LIST):
         g = start + index
-        taken = (tl.load(visit + row.to(tl.int64) * groups + g, mask=g < groups, other=0) != 0).to(tl.int32)
+        taken = (tl.load(selected_mask + row.to(tl.int64) * groups + g, mask=g < groups, other=0) != 0).to(tl.int32)
         place = before + tl.cumsum(taken, axis=0) - 1
         tl.store(out_row + place, g, mask=(taken != 0) & (place < width))
         before += tl.sum(taken, axis=0)
@@ -175,35 +197,35 @@ def _power_of_two(number: int) -> int:
 
 
 def _launch(
-    estimate: Tensor, lengths: Tensor, wanted: Tensor, visit: Tensor | None, width: int, row_groups: int,
-    guards: tuple[int, int, int, int] | None,
+    estimate: Tensor, lengths: Tensor, wanted: Tensor, selected_mask: Tensor | None, width: int, row_groups: int,
+    selectable: tuple[int, int, int, int] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, kv_heads, groups = estimate.shape
     assert estimate.is_contiguous() and lengths.is_contiguous() and wanted.is_contiguous()
     listed = torch.empty((batch, kv_heads, width), dtype=torch.int32, device=estimate.device)
     counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=estimate.device)
-    group_tokens, first, last, least = guards or (1, 0, 0, 0)
+    group_size, first, last, least = selectable or (1, 0, 0, 0)
     block = _power_of_two(groups) if groups <= row_groups else min(row_groups, READ_AGAIN)
     _select[(batch * kv_heads,)](
-        estimate, lengths, wanted, listed, counts, counts if visit is None else visit, groups, kv_heads, width, first,
-        last, least, S=group_tokens, GUARDS=guards is not None, VISIT=visit is not None, BLOCK=block,
-        RESIDENT=groups <= block, LIST=min(block, LIST_BLOCK), num_warps=_warps(block),
+        estimate, lengths, wanted, listed, counts, counts if selected_mask is None else selected_mask, groups, kv_heads,
+        width, first, last, least, S=group_size, SINK_RECENT=selectable is not None, VISIT=selected_mask is not None,
+        BLOCK=block, RESIDENT=groups <= block, LIST=min(block, LIST_BLOCK), num_warps=_warps(block),
     )  # fmt: skip
     return listed, counts
 
 
 def select_topk(
-    estimate: Tensor, counts_wanted: Tensor, lengths: Tensor, *, group_tokens: int, first_tokens: int,
-    last_tokens: int, min_context: int, width: int, row_groups: int = ROW_IN_REGISTERS,
+    estimate: Tensor, counts_wanted: Tensor, lengths: Tensor, *, group_size: int, num_sink_tokens: int,
+    num_recent_tokens: int, min_context: int, width: int, row_groups: int = ROW_IN_REGISTERS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32, visit [B, Hkv, G] uint8) of policy topk:
     of estimate [B, Hkv, G] float32, natural logs of masses, the `counts_wanted` [B] int32 best (at most width), forced
-    groups first, the lower index first among equals, none past the end of lengths [B] int32 tokens. Forced: the guards
-    of `eps_core.paging.where.forced_groups` and +inf."""
-    visit = torch.empty(estimate.shape, dtype=torch.uint8, device=estimate.device)
-    guards = group_tokens, first_tokens, last_tokens, min_context
-    listed, counts = _launch(estimate, lengths, counts_wanted, visit, width, row_groups, guards)
-    return listed, counts, visit
+    groups first, the lower index first among equals, none past the end of lengths [B] int32 tokens. Forced: the groups
+    of `eps_core.kv_cache.step_plan.always_selected_groups` and those at +inf."""
+    selected_mask = torch.empty(estimate.shape, dtype=torch.uint8, device=estimate.device)
+    selectable = group_size, num_sink_tokens, num_recent_tokens, min_context
+    listed, counts = _launch(estimate, lengths, counts_wanted, selected_mask, width, row_groups, selectable)
+    return listed, counts, selected_mask
 
 
 def select_best(
@@ -214,15 +236,15 @@ def select_best(
     return _launch(estimate, counts_wanted, counts_wanted, None, width, row_groups, None)
 
 
-def compact(visit: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
-    """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32) of what is set in visit [B, Hkv, G],
-    uint8 or bool; the first `width` where more is set."""
-    batch, kv_heads, groups = visit.shape
-    assert visit.is_contiguous()
-    listed = torch.empty((batch, kv_heads, width), dtype=torch.int32, device=visit.device)
-    counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=visit.device)
+def compact(selected_mask: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
+    """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32) of what is set in
+    selected_mask [B, Hkv, G], uint8 or bool; the first `width` where more is set."""
+    batch, kv_heads, groups = selected_mask.shape
+    assert selected_mask.is_contiguous()
+    listed = torch.empty((batch, kv_heads, width), dtype=torch.int32, device=selected_mask.device)
+    counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=selected_mask.device)
     block = min(_power_of_two(groups), LIST_BLOCK)
     _compact[(batch * kv_heads,)](
-        visit.view(torch.uint8), listed, counts, groups, width, LIST=block, num_warps=_warps(block)
+        selected_mask.view(torch.uint8), listed, counts, groups, width, LIST=block, num_warps=_warps(block)
     )
     return listed, counts

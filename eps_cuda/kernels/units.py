@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import PARTS, QUERY_STEPS
+from eps_cuda.kernels.finalize import TO_INTEGER, _rotate
 from eps_cuda.kernels.score import (
     _add_codes,
     _block,
@@ -33,7 +34,6 @@ from eps_cuda.kernels.score import (
     _store_estimate,
     code_shape,
 )
-from eps_cuda.kernels.seal import TO_INTEGER, _rotate
 from eps_cuda.kernels.select import Depth, select_best
 from eps_cuda.kernels.write import LEAST_WIDTH
 
@@ -65,18 +65,18 @@ def _round_queries(
 
 @triton.jit
 def _score_means(
-    turned, mean, mean_scale, anchors, table, lengths, bases, table_units, seals, kv_heads,
+    turned, mean, mean_scale, anchors, table, lengths, bases, table_units, spans, kv_heads,
     R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
-    BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, SEALED: tl.constexpr,
+    BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, SPAN: tl.constexpr,
     LOG_S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK units' means of one (sequence, kv head): log S + m_hat . a of each query head, less its anchor unless there
     is none."""
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
-    seal = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (seal < seals) & (seal < (tl.load(lengths + b) + SEALED - 1) // SEALED)
-    _, tile = _places(table + b * table_units, seal, inside, kv_heads, h, SPU)
+    span = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (span < spans) & (span < (tl.load(lengths + b) + SPAN - 1) // SPAN)
+    _, tile = _places(table + b * table_units, span, inside, kv_heads, h, SPU)
     turned_row, r = turned + row * R * D, tl.arange(0, RP)
     power, inverse, sums = _query(turned_row, R, D, RP, DP)
     total = tl.zeros((BLOCK, 2 * RP), tl.float32)
@@ -87,11 +87,11 @@ def _score_means(
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
     dots = _pairs(total, BLOCK, RP) * unit[None, :] - (MIDDLE * sums)[None, :]
     step = tl.load(mean_scale + tile, mask=inside, other=0.0).to(tl.float32)
-    place = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
+    place = (row.to(tl.int64) * spans + span)[:, None] * R + r[None, :]
     base = LOG_S + dots * step[:, None]
     if anchors is not None:
         base -= tl.load(anchors + row * R + r, mask=r < R, other=0.0)[None, :]
-    tl.store(bases + place, base, mask=(seal < seals)[:, None] & (r < R)[None, :])
+    tl.store(bases + place, base, mask=(span < spans)[:, None] & (r < R)[None, :])
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def _from_byte(stored):
 def _integer_sums(
     integers_row, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr
 ):
-    """Of each head the sum of its first D integers: float32 [RP]."""
+    """Return each head's sum of its first D integers: float32 [RP]."""
     r, d = tl.arange(0, RP), tl.arange(0, DP)
     a = tl.load(integers_row + r[:, None] * ROW + d[None, :], mask=(r < R)[:, None] & (d < D)[None, :], other=0.0)
     return tl.sum(a.to(tl.float32), axis=1)
@@ -131,7 +131,7 @@ def _estimate(
     SUM: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK] by what is known of the first D dimensions: twice the ones among the signs, and with a MIDDLE of 1.5, not
-    1, those among the second bits, add up to total [BLOCK, RP]."""
+    1, those among the rescoring bits, add up to total [BLOCK, RP]."""
     r = tl.arange(0, RP)
     ones = total * 16777216.0 if SUBNORMAL else total
     dots = ones - (MIDDLE * _integer_sums(integers_row, R, D, ROW, RP, DP))[None, :]
@@ -142,7 +142,7 @@ def _estimate(
 
 @triton.jit
 def _score_units(
-    integers, steps, bases, codes, scale, valid, table, lengths, estimate, table_units, groups, seals, kv_heads,
+    integers, steps, bases, codes, scale, valid, table, lengths, estimate, table_units, groups, spans, kv_heads,
     R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
     SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, S: tl.constexpr, LARGEST: tl.constexpr,
     SUM: tl.constexpr, BLOCK: tl.constexpr,
@@ -151,34 +151,34 @@ def _score_units(
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    seal, r = g // N, tl.arange(0, RP)
+    span, r = g // N, tl.arange(0, RP)
     length = tl.load(lengths + b)
     inside = (g < groups) & (g < (length + S - 1) // S)
     # all or none of a unit's groups, so that neighbours are read together
-    there = (seal < seals) & (seal < (length + N * S - 1) // (N * S))
-    place, tile = _places(table + b * table_units, seal, there, kv_heads, h, SPU)
+    there = (span < spans) & (span < (length + N * S - 1) // (N * S))
+    place, tile = _places(table + b * table_units, span, there, kv_heads, h, SPU)
     integers_row = integers + row * R * ROW
     BYTES: tl.constexpr = (D + 7) // 8
     total = tl.zeros((BLOCK, RP), tl.float32)
     total = _add_part(total, codes, tile * (BYTES * N) + g % N, there, integers_row, 2, R, D, ROW, RP, DP, N, SUBNORMAL)
     by = _from_byte(tl.load(scale + tile * N + g % N, mask=there, other=0))
-    at = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
+    at = (row.to(tl.int64) * spans + span)[:, None] * R + r[None, :]
     shift = tl.load(bases + at, mask=there[:, None] & (r < R)[None, :], other=0.0)
     best = _estimate(total, integers_row, steps + row * R, shift, by, 1.0, R, D, ROW, RP, DP, SUBNORMAL, LARGEST, SUM)
-    _store_estimate(best, estimate, valid, place, seal, g, row, length, groups, inside, N * S)
+    _store_estimate(best, estimate, valid, place, span, g, row, length, groups, inside, N * S)
 
 
 @triton.jit
 def _read_on(
     integers, steps, bases, codes, more, rest, second, scale, table, estimate, left, listed_groups, through, named,
-    counts, table_units, groups, seals, kv_heads, width, through_width,
+    counts, table_units, groups, spans, kv_heads, width, through_width,
     R: tl.constexpr, D: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr,
     DP: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, LARGEST: tl.constexpr,
     SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK listed groups of one (sequence, kv head), by the parts that are given, of D, MORE and REST dimensions, and
-    with `second` by their second bits, too. Lists name entries of `through`, or groups where that is None. Estimates go
-    to `left` [B, Hkv, width] besides, and groups to `named`, unless these are None."""
+    with `second` by their rescoring bits, too. Lists name entries of `through`, or groups where that is None. Estimates
+    go to `left` [B, Hkv, width] too, and groups to `named`, unless these are None."""
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
     start = tl.program_id(0) * BLOCK
@@ -195,8 +195,8 @@ def _read_on(
         if named is not None:
             # not in place: of a narrow block several threads read each entry, and one of them writes
             tl.store(named + row.to(tl.int64) * width + w, g, mask=listed)
-        seal, r = g // N, tl.arange(0, RP)
-        _, tile = _places(table + b * table_units, seal, listed, kv_heads, h, SPU)
+        span, r = g // N, tl.arange(0, RP)
+        _, tile = _places(table + b * table_units, span, listed, kv_heads, h, SPU)
         place = tile * N + g % N
         integers_row = integers + row * R * ROW
         BYTES: tl.constexpr = (D + 7) // 8
@@ -215,7 +215,7 @@ def _read_on(
             total = _add_part(
                 total, second, place * ((ROW + 7) // 8), listed, integers_row, 1, R, ROW, ROW, RP, DP, 1, SUBNORMAL
             )
-        at = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
+        at = (row.to(tl.int64) * spans + span)[:, None] * R + r[None, :]
         shift = tl.load(bases + at, mask=listed[:, None] & (r < R)[None, :], other=0.0)
         by = _from_byte(tl.load(scale + place, mask=listed, other=0))
         MIDDLE: tl.constexpr = 1.0 if second is None else 1.5
@@ -233,7 +233,7 @@ def _read_on(
 
 @dataclass(frozen=True)
 class Query:
-    """Of `round_queries`."""
+    """Result of `round_queries`."""
 
     turned: Tensor  # [B, Hkv, R, D] float32
     integers: Tensor  # [B, Hkv, R, D] float16: turned ~ integers * steps
@@ -264,26 +264,26 @@ def integer_columns(repeat: int) -> int:
 
 def _bases(
     query: Query, summary: dict[str, Tensor], anchors: Tensor | None, table: Tensor, lengths: Tensor,
-    shared: dict[str, float], group_tokens: int, mean_bits: int,
+    shared: dict[str, float], group_size: int, mean_bits: int,
 ) -> Tensor:  # fmt: skip
     """log S + m_hat . a [B, Hkv, units, R] of all units, less the anchors."""
     batch, kv_heads, repeat, head_dim = query.turned.shape
     per_unit, together = summary["scale"].shape[2:]
-    seals, shape = table.shape[1] * per_unit, code_shape(head_dim, mean_bits)
+    spans, shape = table.shape[1] * per_unit, code_shape(head_dim, mean_bits)
     assert shape["BYTES"] == summary["mean"].shape[3]
-    bases = torch.empty((batch, kv_heads, seals, repeat), dtype=torch.float32, device=table.device)
-    block = _block(batch * kv_heads, seals, shape["BP"] * shape["FOLD"])
-    _score_means[(triton.cdiv(seals, block), batch * kv_heads)](
-        query.turned, summary["mean"], summary["mean_scale"], anchors, table, lengths, bases, table.shape[1], seals,
-        kv_heads, D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SEALED=together * group_tokens,
-        LOG_S=math.log(group_tokens), BLOCK=block,
+    bases = torch.empty((batch, kv_heads, spans, repeat), dtype=torch.float32, device=table.device)
+    block = _block(batch * kv_heads, spans, shape["BP"] * shape["FOLD"])
+    _score_means[(triton.cdiv(spans, block), batch * kv_heads)](
+        query.turned, summary["mean"], summary["mean_scale"], anchors, table, lengths, bases, table.shape[1], spans,
+        kv_heads, D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SPAN=together * group_size,
+        LOG_S=math.log(group_size), BLOCK=block,
     )  # fmt: skip
     return bases
 
 
 def score_units(
     query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, depth: Depth,
-    anchors: Tensor | None, *, group_tokens: int, mean_bits: int, dims: tuple[int, ...],
+    anchors: Tensor | None, *, group_size: int, mean_bits: int, dims: tuple[int, ...],
     subnormal: bool = not torch.version.hip,
 ) -> Tensor:  # fmt: skip
     """Estimates [B, Hkv, G] float32 of log A_p as `score_meanstd` gives them, each by as much of its code as `depth`
@@ -293,27 +293,27 @@ def score_units(
     `dims` of each part of a code (`part_dims`)."""
     batch, kv_heads, repeat, head_dim = query.turned.shape
     per_unit, together = summary["scale"].shape[2:]
-    seals, rows = table.shape[1] * per_unit, batch * kv_heads
-    groups = seals * together
+    spans, rows = table.shape[1] * per_unit, batch * kv_heads
+    groups = spans * together
     _check_layout(query.turned, query.integers, query.steps, *summary.values(), valid, table, lengths)
     if anchors is not None:
         _check_layout(anchors)
     assert summary["codes"].shape[3:] == (-(-dims[0] // 8), together) and sum(dims) == head_dim
-    assert len(depth.staged) == len(dims) - 1, "a count for each part after the first"
+    assert len(depth.cascaded) == len(dims) - 1, "a count for each part after the first"
     shared: dict[str, float] = {"R": repeat, "DP": _power_of_two(head_dim), "SUBNORMAL": subnormal, "SPU": per_unit}
-    bases = _bases(query, summary, anchors, table, lengths, shared, group_tokens, mean_bits)
+    bases = _bases(query, summary, anchors, table, lengths, shared, group_size, mean_bits)
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
     shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE}
-    # of each further pass: how many groups it reads, which parts, and whether second bits
+    # of each further pass: how many groups it reads, which parts, and whether rescoring bits
     names = PARTS[len(dims)]
-    passes = [(*some, names[: at + 2], False) for at, some in enumerate(depth.staged)]
-    if depth.refined[1]:
-        passes.append((*depth.refined, names, True))
+    passes = [(*some, names[: at + 2], False) for at, some in enumerate(depth.cascaded)]
+    if depth.rescored[1]:
+        passes.append((*depth.rescored, names, True))
     sums = anchors is not None  # in what is read last
     block = _block(rows, groups, max(_power_of_two(summary["codes"].shape[3]), 16))
     _score_units[(triton.cdiv(groups, block), rows)](
         query.integers, query.steps, bases, summary["codes"], summary["scale"], valid, table, lengths, estimate,
-        table.shape[1], groups, seals, kv_heads, **shared, RP=integer_columns(repeat), S=group_tokens,
+        table.shape[1], groups, spans, kv_heads, **shared, RP=integer_columns(repeat), S=group_size,
         SUM=sums and not passes, BLOCK=block,
     )  # fmt: skip
 
@@ -330,7 +330,7 @@ def score_units(
             query.integers, query.steps, bases, summary["codes"],
             *(summary[name] if name in parts else None for name in ("more", "rest")),
             summary["second"] if twice else None, summary["second_scale" if twice else "scale"], table, estimate,
-            left, listed, through, named, found, table.shape[1], groups, seals, kv_heads, width,
+            left, listed, through, named, found, table.shape[1], groups, spans, kv_heads, width,
             1 if through is None else through.shape[2], **shared,
             **{name.upper(): held[name] if name in parts else 0 for name in ("more", "rest")},
             RP=integer_columns(repeat), SUM=sums and at == len(passes), BLOCK=block,

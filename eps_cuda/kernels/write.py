@@ -1,4 +1,4 @@
-"""Store one token's K and V per sequence and seal the summaries of what it fills, in one Triton launch.
+"""Store one token's K and V per sequence and finalize the summaries of what it fills, in one Triton launch.
 
 Equals `eps_cuda.cache.write_kv` for tokens that each touch a group of their own: decode. One program per (token, kv
 head) holds its rows in registers, so nothing that it stores is read back; the other rows of a group were written by
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from eps_core.summaries.rq import SECOND_STEP
 from eps_cuda.kernels.arguments import stride_constants
-from eps_cuda.kernels.seal import _seal_unit, _seal_values, _sum_rows
+from eps_cuda.kernels.finalize import _finalize_unit, _finalize_values, _sum_rows
 
-# most elements of a group or tail that a program sums at once, and the most that one warp is given: its butterflies
-# need no barrier, and it still fits its registers. Changes speed only
+# most elements of a group or correction group that a program sums at once, and the most that one warp is given: its
+# butterflies need no barrier, and it still fits its registers. Changes speed only
 TILE = 8192
 LEAST_WIDTH = 8  # dimensions that a program handles at least: one byte of sign codes
 
@@ -28,7 +28,7 @@ NORM_UP = tl.constexpr(1 + 2.0**-16)  # a float32 norm is short by less than 2^-
 @dataclass(frozen=True)
 class UnitPools:
     """rq's summaries of one layer, written in place, and what building them needs, of units of N groups of
-    `group_tokens` each; `eps_core.summaries.rq` has the fields. Without those of `rq_bounds`: a cache that keeps error,
+    `group_size` each; `eps_core.summaries.rq` has the fields. Without those of `rq_bounds`: a cache that keeps error,
     radius and norm writes through the array path."""
 
     mean: Tensor  # [P, Hkv, SPU, ceil(D * mean_bits / 8)] uint8
@@ -40,7 +40,7 @@ class UnitPools:
     second: Tensor | None  # [P, Hkv, SPU, N, ceil(D / 8)] uint8
     second_scale: Tensor | None  # [P, Hkv, SPU, N] uint8
     signs: Tensor  # [2, D] float32, +-1
-    group_tokens: int
+    group_size: int
     bits: int  # of a dimension of the mean
 
     @property
@@ -51,7 +51,7 @@ class UnitPools:
 
 
 @dataclass(frozen=True)
-class TailPools:
+class CorrectionPools:
     """The mean values of one layer, written in place."""
 
     mean: Tensor  # [P, Hkv, U / tokens, D] int8
@@ -73,10 +73,10 @@ def _raise_norm(largest, row):
 def write_kernel(
     k, v, slots, k_pool, v_pool, finite, valid,
     codes, scale, second, second_scale, signs, unit_mean, unit_mean_scale, more, rest,
-    mean, mean_scale, tail_valid, largest_key, largest_value,
+    mean, mean_scale, correction_valid, largest_key, largest_value,
     k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr,
-    UNIT: tl.constexpr, SEALED: tl.constexpr, LOG_SEALED: tl.constexpr, LOG_GROUP: tl.constexpr, TAIL: tl.constexpr,
+    UNIT: tl.constexpr, SPAN: tl.constexpr, LOG_SPAN: tl.constexpr, LOG_GROUP: tl.constexpr, TAIL: tl.constexpr,
     LOG_TAIL: tl.constexpr, LOG_TILE: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr,
     CODES: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
@@ -100,37 +100,37 @@ def write_kernel(
     is_finite = tl.abs(key.to(tl.float32)) < float("inf")
     tl.store(finite, 0, mask=tl.min(is_finite.to(tl.int32)) == 0)
 
-    seals = offset % SEALED == SEALED - 1
+    spans = offset % SPAN == SPAN - 1
     if valid is not None:
-        tl.store(valid + unit * (UNIT // SEALED) + offset // SEALED, seals.to(tl.uint8), mask=head == 0)
+        tl.store(valid + unit * (UNIT // SPAN) + offset // SPAN, spans.to(tl.uint8), mask=head == 0)
     if codes is not None:
-        group = (unit * KV_HEADS + head) * (UNIT // SEALED) + offset // SEALED
-        if seals:
-            rows = k_pool + start + (offset - (SEALED - 1)) * TOKEN_STRIDE
-            _seal_unit(
+        group = (unit * KV_HEADS + head) * (UNIT // SPAN) + offset // SPAN
+        if spans:
+            rows = k_pool + start + (offset - (SPAN - 1)) * TOKEN_STRIDE
+            _finalize_unit(
                 rows, key, signs, group, unit_mean, unit_mean_scale, codes, more, rest, scale, second, second_scale,
-                SEALED, SEALED >> LOG_GROUP, LOG_SEALED - LOG_GROUP, LOG_GROUP, HEAD_DIM, DIM2, LOG_DIM, BITS,
+                SPAN, SPAN >> LOG_GROUP, LOG_SPAN - LOG_GROUP, LOG_GROUP, HEAD_DIM, DIM2, LOG_DIM, BITS,
                 CODES, MORE, REST, SECOND, TOKEN_STRIDE,
             )  # fmt: skip
     if mean is not None:
         ends = offset % TAIL == TAIL - 1
-        if tail_valid is not None:
-            tl.store(tail_valid + unit * (UNIT // TAIL) + offset // TAIL, ends.to(tl.uint8), mask=head == 0)
+        if correction_valid is not None:
+            tl.store(correction_valid + unit * (UNIT // TAIL) + offset // TAIL, ends.to(tl.uint8), mask=head == 0)
         if ends:
             rows = v_pool + start + (offset - (TAIL - 1)) * TOKEN_STRIDE
             total = _sum_rows(rows, value, TAIL, HEAD_DIM, DIM2, LOG_TAIL, LOG_TILE, TOKEN_STRIDE)
             run = (unit * KV_HEADS + head) * (UNIT // TAIL) + offset // TAIL
-            _seal_values(total, run, mean, mean_scale, TAIL, HEAD_DIM, DIM2)
+            _finalize_values(total, run, mean, mean_scale, TAIL, HEAD_DIM, DIM2)
     if largest_key is not None:
         _raise_norm(largest_key + head, key)
     if largest_value is not None:
         _raise_norm(largest_value + head, value)
 
 
-def _check_units(rq: UnitPools, units: tuple[int, ...], head_dim: int, sealed_tokens: int) -> list[Tensor]:
+def _check_units(rq: UnitPools, units: tuple[int, ...], head_dim: int, span_tokens: int) -> list[Tensor]:
     """Its arrays, whose shapes are asserted."""
-    groups, num_bytes = sealed_tokens // rq.group_tokens, -(-head_dim // 8)
-    assert rq.group_tokens * groups == sealed_tokens and groups & (groups - 1) == 0, "groups are no power of two"
+    groups, num_bytes = span_tokens // rq.group_size, -(-head_dim // 8)
+    assert rq.group_size * groups == span_tokens and groups & (groups - 1) == 0, "groups are no power of two"
     first, *later = rq.part_bytes
     shapes = {
         "mean": (-(-head_dim * rq.bits // 8),), "mean_scale": (), "codes": (first, groups), "more": (groups, later[0]),
@@ -152,25 +152,25 @@ def _log2_up(number: int) -> int:
 
 
 def launch_constants(
-    kv_heads: int, head_dim: int, unit_tokens: int, sealed_tokens: int, tail_tokens: int, bits: int,
-    group_tokens: int = 0, part_bytes: tuple[int, int, int] = (0, 0, 0),
+    kv_heads: int, head_dim: int, unit_tokens: int, span_tokens: int, correction_tokens: int, bits: int,
+    group_size: int = 0, part_bytes: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[dict[str, int | float], int]:  # fmt: skip
-    """(constexpr arguments of `write_kernel`, warps); `tail_tokens` 0 without a tail. Of rq
-    `bits` of the mean, `group_tokens`, and the bytes of a group's codes in `codes`, `more` and `rest`."""
+    """(constexpr arguments of `write_kernel`, warps); `correction_tokens` 0 without a skipped-mass correction. Of rq
+    `bits` of the mean, `group_size`, and the bytes of a group's codes in `codes`, `more` and `rest`."""
     log_dim = _log2_up(max(head_dim, LEAST_WIDTH))
-    log_sealed, log_tail = _log2_up(sealed_tokens), _log2_up(max(tail_tokens, 1))
+    log_finalized, log_tail = _log2_up(span_tokens), _log2_up(max(correction_tokens, 1))
     constants = {
         "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "DIM2": 1 << log_dim, "LOG_DIM": log_dim,
-        "UNIT": unit_tokens, "SEALED": sealed_tokens, "LOG_SEALED": log_sealed,
-        "LOG_GROUP": _log2_up(group_tokens or sealed_tokens), "TAIL": max(tail_tokens, 1), "LOG_TAIL": log_tail,
+        "UNIT": unit_tokens, "SPAN": span_tokens, "LOG_SPAN": log_finalized,
+        "LOG_GROUP": _log2_up(group_size or span_tokens), "TAIL": max(correction_tokens, 1), "LOG_TAIL": log_tail,
         "LOG_TILE": max(_log2_up(TILE) - log_dim, 0), "BITS": bits,
         "SECOND": float(np.float32(SECOND_STEP / head_dim)),
         **dict(zip(("CODES", "MORE", "REST"), part_bytes, strict=True)),
     }  # fmt: skip
-    warps = 1 if 1 << (log_dim + max(log_sealed, log_tail)) <= TILE else 4
+    warps = 1 if 1 << (log_dim + max(log_finalized, log_tail)) <= TILE else 4
     # all groups of a mean are in hand at once, several times
-    at_once = sealed_tokens // group_tokens << log_dim if group_tokens else 0
-    return constants, min(max(at_once // (TILE // 16), 4), 16) if group_tokens else warps
+    at_once = span_tokens // group_size << log_dim if group_size else 0
+    return constants, min(max(at_once // (TILE // 16), 4), 16) if group_size else warps
 
 
 def write_tokens(
@@ -182,18 +182,18 @@ def write_tokens(
     finite: Tensor,
     valid: Tensor | None,
     *,
-    sealed_tokens: int,
+    span_tokens: int,
     rq: UnitPools | None,
-    tail: TailPools | None,
+    correction: CorrectionPools | None,
     largest_key: Tensor | None,
     largest_value: Tensor | None,
 ) -> None:
-    """Writes k, v [N, Hkv, D] to slots [N] int32 (device) of k_pool, v_pool [P, Hkv, U, D] and seals what they fill.
+    """Write k, v [N, Hkv, D] to slots [N] int32 (device) of k_pool, v_pool [P, Hkv, U, D]; finalize what they fill.
 
     A slot is unit * U + offset, or -1: nothing is written. No two slots of a call share a group, here what is
-    summarised together, `sealed_tokens` of them, or a run of `tail.tokens`, and none is past the pool: neither is
+    summarised together, `span_tokens` of them, or a run of `tail.tokens`, and none is past the pool: neither is
     checked, the host never sees them. `finite` [] bool or uint8 becomes 0 where a stored key is NaN or Inf. `valid`
-    [P * U/sealed_tokens] uint8 becomes 1 for a group whose last slot is written and 0 for one with another slot
+    [P * U/span_tokens] uint8 becomes 1 for a group whose last slot is written and 0 for one with another slot
     written, whether or not `rq` is given. `rq` and `tail` get the summaries of
     groups and runs that became full. `largest_key`, `largest_value` [Hkv] float32, not negative, become at least every
     norm stored. Summaries with own bounds (`rq_bounds`) are not built here: use the array path. All on one device,
@@ -204,38 +204,38 @@ def write_tokens(
     assert v.shape == k.shape and v_pool.shape == k_pool.shape and (pool_heads, pool_dim) == (kv_heads, head_dim)
     assert slots.shape == (num_tokens,) and slots.dtype == torch.int32 and slots.is_contiguous()
     assert k.stride(2) == v.stride(2) == 1 or head_dim == 1, "a row of k or v is not contiguous"
-    assert unit_tokens % sealed_tokens == 0, "groups do not divide a unit"
+    assert unit_tokens % span_tokens == 0, "groups do not divide a unit"
     assert finite.dtype in (torch.bool, torch.uint8) and finite.numel() == 1
     flat = []
-    per_unit = unit_tokens // sealed_tokens
+    per_unit = unit_tokens // span_tokens
     if valid is not None:
         assert valid.dtype == torch.uint8 and valid.shape == (num_units * per_unit,)
         flat.append(valid)
     shape: tuple[int, ...] = (num_units, kv_heads, per_unit)
     if rq is not None:
-        flat += _check_units(rq, shape, head_dim, sealed_tokens)
-    if tail is not None:
-        assert unit_tokens % tail.tokens == 0, "tails do not divide a unit"
-        runs = (num_units, kv_heads, unit_tokens // tail.tokens)
-        assert tail.mean.shape == (*runs, head_dim) and tail.mean_scale.shape == runs
-        flat += [tail.mean, tail.mean_scale]
-        if tail.valid is not None:
-            assert tail.valid.dtype == torch.uint8 and tail.valid.shape == (num_units * runs[2],)
-            flat.append(tail.valid)
+        flat += _check_units(rq, shape, head_dim, span_tokens)
+    if correction is not None:
+        assert unit_tokens % correction.tokens == 0, "correction groups do not divide a unit"
+        runs = (num_units, kv_heads, unit_tokens // correction.tokens)
+        assert correction.mean.shape == (*runs, head_dim) and correction.mean_scale.shape == runs
+        flat += [correction.mean, correction.mean_scale]
+        if correction.valid is not None:
+            assert correction.valid.dtype == torch.uint8 and correction.valid.shape == (num_units * runs[2],)
+            flat.append(correction.valid)
     largest = [None if one is None else one.view(torch.int32) for one in (largest_key, largest_value)]
     flat += [one for one in largest if one is not None]
     assert all(one.is_contiguous() for one in flat), "a pool is not contiguous"
     if not num_tokens:
         return
     constants, num_warps = launch_constants(
-        kv_heads, head_dim, unit_tokens, sealed_tokens, tail.tokens if tail else 0, rq.bits if rq else 1,
-        *((rq.group_tokens, rq.part_bytes) if rq else ()),
+        kv_heads, head_dim, unit_tokens, span_tokens, correction.tokens if correction else 0, rq.bits if rq else 1,
+        *((rq.group_size, rq.part_bytes) if rq else ()),
     )  # fmt: skip
     pools = "codes", "scale", "second", "second_scale", "signs", "mean", "mean_scale", "more", "rest"
     write_kernel[(num_tokens, kv_heads)](
         k, v, slots, k_pool, v_pool, finite.view(torch.uint8), valid,
         *(getattr(rq, name, None) for name in pools),
-        *((tail.mean, tail.mean_scale, tail.valid) if tail else (None,) * 3),
+        *((correction.mean, correction.mean_scale, correction.valid) if correction else (None,) * 3),
         *largest,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         **constants, **stride_constants(k_pool, v_pool), num_warps=num_warps, enable_fp_fusion=False,

@@ -4,11 +4,11 @@ import math
 
 from torch import Tensor
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_cuda.summaries.base import Score, Summary, all_dots, key_norm, logit_slack, mean_codes, norms, per_group, up16
 
 
-def build(store: Store, constants: Summary, k: Tensor) -> Summary:
+def build(cache_config: CacheConfig, constants: Summary, k: Tensor) -> Summary:
     """Mean in int8 and the radius about the *rounded* mean (AETHER's ball bound)."""
     mean = k.mean(dim=-2)
     codes, scale = mean_codes(mean)
@@ -22,9 +22,9 @@ def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     }
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """mu_hat.a + |a| radius >= every logit; Jensen about the true mean gives the lower bound."""
-    log_n = math.log(store.S)
+    log_n = math.log(cache_config.S)
     mean, size = all_dots(summary["mean"], a) * per_group(summary, "mean_scale"), norms(a)[..., None]
     radius, error = per_group(summary, "radius"), per_group(summary, "error")
     slack = logit_slack(a, per_group(summary, "norm") + radius)

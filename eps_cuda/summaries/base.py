@@ -1,4 +1,4 @@
-"""What all methods share, float32 in Torch operations.
+"""Functions that all methods share, float32 in Torch operations.
 
 One file is one method, a module with the functions of its namesake in `eps_core.summaries`, which has the sources and
 formulas, and whose facts and fields it shares:
@@ -9,7 +9,7 @@ formulas, and whose facts and fields it shares:
   [B, Hkv, R, G] or None, of log A_p, the natural log of the group's softmax mass (scaled logits): `estimate` ranks and
   is no bound, `lower <= log A_p <= upper` for every q. Stored scalars are rounded to their safe side, and `slack` pays
   for float32 arithmetic;
-- where its facts say so: `extend` and `seal`, which follow open groups, and `refine`.
+- where its facts say so: `extend` and `seal`, which follow partial groups, and `refine`.
 
 `constants`: what a layer keeps apart from its groups, see `eps_core.summaries.table.constants`, and of key codes
 `centre`; of methods that score by place, `groups` [G] and `length` [B, 1, 1, 1] of the sequences.
@@ -27,7 +27,7 @@ Score = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Part(NamedTuple):
-    """Keys of R groups that one write does not make whole, for the methods that follow open groups."""
+    """Keys of R groups that one write does not make whole, for the methods that follow partial groups."""
 
     keys: Tensor  # [R, Hkv, L, D] float32
     present: Tensor  # [R, 1, L, 1] bool: which of them are keys
@@ -148,8 +148,8 @@ def per_group(summary: Summary, name: str) -> Tensor:
 
 
 def logit_slack(a: Tensor, norm: Tensor) -> Tensor:
-    """What float32 arithmetic may add to a sum of D products of size |a| * norm (four times the worst case); the 1
-    covers log n."""
+    """Return the error that float32 arithmetic may add to a sum of D products of size |a| * norm (four times the worst
+    case); the 1 covers log n."""
     return (a.shape[-1] + 32) * 2.0**-21 * (norms(a)[..., None] * norm + 1)
 
 

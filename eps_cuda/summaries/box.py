@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_cuda.summaries.base import Part, Score, Summary, all_dots, key_norm, logit_slack, per_group, up16
 
 
-def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
+def extend(cache_config: CacheConfig, constants: Summary, earlier: Summary, part: Part) -> Summary:
     low = torch.where(part.present, part.keys, torch.inf).amin(dim=-2)
     high = torch.where(part.present, part.keys, -torch.inf).amax(dim=-2)
     norm, continues = key_norm(torch.where(part.present, part.keys, 0)), part.before > 0
@@ -20,7 +20,7 @@ def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Su
     }
 
 
-def seal(store: Store, statistics: Summary) -> Summary:
+def finalize(cache_config: CacheConfig, statistics: Summary) -> Summary:
     """Per-channel min and max [.., D] (Quest) in int8, rounded outward; norm [..] = max |k|."""
     low, high = statistics["min"], statistics["max"]
     scale = up16(torch.maximum(low.abs(), high.abs()).amax(dim=-1) / 127)
@@ -37,14 +37,14 @@ def seal(store: Store, statistics: Summary) -> Summary:
     }
 
 
-def build(store: Store, constants: Summary, k: Tensor) -> Summary:
-    return seal(store, {"min": k.amin(dim=-2), "max": k.amax(dim=-2), "norm": key_norm(k)})
+def build(cache_config: CacheConfig, constants: Summary, k: Tensor) -> Summary:
+    return finalize(cache_config, {"min": k.amin(dim=-2), "max": k.amax(dim=-2), "norm": key_norm(k)})
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """sum_c max(a_c lo_c, a_c hi_c): Quest's score, an upper bound of every logit of the group. The largest product
     takes hi where a_c > 0 and lo where a_c < 0, the smallest the other way round."""
-    log_n = math.log(store.S)
+    log_n = math.log(cache_config.S)
     both = torch.cat([a.clamp(min=0), a.clamp(max=0)], dim=2)
     low_rising, low_falling = all_dots(summary["lo"], both).chunk(2, dim=2)
     high_rising, high_falling = all_dots(summary["hi"], both).chunk(2, dim=2)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_cuda.summaries.base import Score, Summary, all_dots
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """The masses themselves, from "keys" [B, Hkv, G, S, D]."""
     logits = all_dots(summary["keys"].flatten(2, 3), a)
-    return torch.logsumexp(logits.unflatten(-1, (-1, store.S)), dim=-1), None, None
+    return torch.logsumexp(logits.unflatten(-1, (-1, cache_config.S)), dim=-1), None, None

@@ -1,18 +1,18 @@
-"""Frequent Directions, as the product requirements name it."""
+"""Frequent Directions: a sketch of few rows of the keys' Gram matrix."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_cuda.summaries import base
 from eps_cuda.summaries.base import Score, Summary
 
 
-def build(store: Store, constants: Summary, k: Tensor) -> Summary:
+def build(cache_config: CacheConfig, constants: Summary, k: Tensor) -> Summary:
     """Frequent Directions of the whole group at once: |F a|^2 <= |K a|^2 <= |F a|^2 + Delta |a|^2."""
-    rows = store.dim or 0
+    rows = cache_config.dim or 0
     energies, directions = base.right_singular(k, rows + 1)
     shrinkage = energies[..., rows]
     lengths = torch.sqrt((energies[..., :rows] - shrinkage[..., None]).clamp(min=0))
@@ -27,9 +27,9 @@ def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     }
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """|F a| estimates |K a|_2 from below; the bound adds the codes' rounding and the shrinkage Delta |a|^2."""
-    log_n = math.log(store.S)
+    log_n = math.log(cache_config.S)
     scales = summary["row_scale"].float()
     rows, head_dim = summary["rows"].shape[-2:]
     parts = base.all_dots(summary["rows"].flatten(2, 3), a).unflatten(-1, (-1, rows)) * scales[..., None, :, :]

@@ -1,9 +1,9 @@
-"""The product requirements' EPS-JL, literal: a random sketch of the keys' Gram matrix."""
+"""EPS-JL: a random sketch of the keys' Gram matrix."""
 
 import torch
 from torch import Tensor
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_cuda.summaries.base import Part, Score, Summary, all_dots
 
 
@@ -13,14 +13,13 @@ def gram_indices(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
-def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
-    added = build(store, constants, torch.where(part.present, part.keys, 0))
+def extend(cache_config: CacheConfig, constants: Summary, earlier: Summary, part: Part) -> Summary:
+    added = build(cache_config, constants, torch.where(part.present, part.keys, 0))
     return {"gram": added["gram"] + torch.where(part.before > 0, earlier["gram"], 0)}
 
 
-def build(store: Store, constants: Summary, k: Tensor) -> Summary:
-    """Packed upper triangle of sum y yT, y = PhiT k (product requirements, EPS-JL). Additive over keys; a key of zeros
-    adds nothing."""
+def build(cache_config: CacheConfig, constants: Summary, k: Tensor) -> Summary:
+    """Packed upper triangle of sum y yT, y = PhiT k. Additive over keys; a key of zeros adds nothing."""
     phi = constants["phi"]
     y = k @ phi
     gram = y.mT @ y
@@ -28,7 +27,7 @@ def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     return {"gram": gram[..., rows, columns]}
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """sqrt(zT G z), z = PhiT a: an estimate of |K a|_2, unsigned and no bound (the null space of Phi gives 0)."""
     phi = constants["phi"]
     rows, columns = gram_indices(phi.shape[-1], a.device)

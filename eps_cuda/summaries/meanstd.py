@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_cuda.summaries.base import Part, Score, Summary, all_dots, near16, per_group, rounded_codes
 
 
-def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
+def extend(cache_config: CacheConfig, constants: Summary, earlier: Summary, part: Part) -> Summary:
     before, count = part.before, part.number
     mean = torch.where(part.present, part.keys, 0).sum(dim=-2) / count
     m2 = (torch.where(part.present, part.keys - mean[..., None, :], 0) ** 2).sum(dim=-2)
@@ -17,11 +17,11 @@ def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Su
     return {"mean": mean - gap * (before / (before + count)), "m2": m2}
 
 
-def seal(store: Store, statistics: Summary) -> Summary:
-    return _stored(statistics["mean"], torch.sqrt(statistics["m2"] / store.S))
+def finalize(cache_config: CacheConfig, statistics: Summary) -> Summary:
+    return _stored(statistics["mean"], torch.sqrt(statistics["m2"] / cache_config.S))
 
 
-def build(store: Store, constants: Summary, k: Tensor) -> Summary:
+def build(cache_config: CacheConfig, constants: Summary, k: Tensor) -> Summary:
     return _stored(k.mean(dim=-2), torch.sqrt(k.var(dim=-2, correction=0)))
 
 
@@ -37,7 +37,7 @@ def _stored(mean: Tensor, std: Tensor) -> Summary:
     }
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """mu.a + sum_c |a_c| sd_c: at least mean + one standard deviation of the logits; no bound."""
     mean = all_dots(summary["mean"], a) * per_group(summary, "mean_scale")
     return mean + all_dots(summary["std"], a.abs()) * per_group(summary, "std_scale"), None, None

@@ -1,16 +1,16 @@
-"""The product requirements' 1PC: the keys' first principal direction and what it leaves."""
+"""1PC: the keys' first principal direction and what it leaves."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_cuda.summaries import base
 from eps_cuda.summaries.base import Score, Summary
 
 
-def build(store: Store, constants: Summary, k: Tensor) -> Summary:
+def build(cache_config: CacheConfig, constants: Summary, k: Tensor) -> Summary:
     """Top right singular direction of K in int8; lambda = |K u|^2 and the rest, both with the *quantised* u."""
     codes, scale = base.direction_codes(base.right_singular(k, 1)[1][..., 0, :])
     along = base.norms((k @ (codes * scale[..., None])[..., None])[..., 0])
@@ -23,9 +23,9 @@ def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     }
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
-    """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit| (product requirements, 1PC)."""
-    log_n = math.log(store.S)
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
+    """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit|."""
+    log_n = math.log(cache_config.S)
     along = (base.all_dots(summary["direction"], a) * base.per_group(summary, "direction_scale")).abs()
     energy = (a * a).sum(dim=-1)[..., None]
     across = (energy - along * along).clamp(min=0)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_cuda.summaries.base import Score, Summary
 
 
@@ -14,7 +14,7 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ x >> 16
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """In [0, 1), from seed, layer, kv head, length of the sequence and place in it: a new ranking at every step. Of 24
     bits, so that float32 holds it exactly. No estimate of anything."""
     start = _mixed((constants["stream"][:, :, None] + constants["length"]) & 0xFFFFFFFF)  # [B, Hkv, 1, 1]

@@ -60,7 +60,7 @@ _DECODE = (
     const int kv_heads = sizes[0];
     const int units = sizes[1];
     const int width = sizes[2];
-    const int group_tokens = sizes[3];
+    const int group_size = sizes[3];
     const int groups_per_unit = sizes[4];
     const int splits = sizes[5];
     const int b = row / kv_heads;
@@ -69,11 +69,11 @@ _DECODE = (
 
     // only the last listed group can be the open one, whose unwritten rows are not to be read
     const int length = lengths[b];
-    const int count = DENSE ? (length + group_tokens - 1) / group_tokens : counts[row];
+    const int count = DENSE ? (length + group_size - 1) / group_size : counts[row];
     int tokens = 0;
     if (count > 0) {
         const int last = DENSE ? count - 1 : groups[size_t(row) * width + count - 1];
-        tokens = (count - 1) * group_tokens + min(group_tokens, length - last * group_tokens);
+        tokens = (count - 1) * group_size + min(group_size, length - last * group_size);
     }
     const int workers = splits * WALKERS;
     const int run = ((tokens + workers - 1) / workers + ROWS * AHEAD - 1) / (ROWS * AHEAD) * (ROWS * AHEAD);
@@ -99,11 +99,11 @@ _DECODE = (
 
     for (int base = begin; base < end; base += 32) {
         const int token = min(base + lane, end - 1);
-        const int entry = token / group_tokens;
+        const int entry = token / group_size;
         const int group = DENSE ? entry : groups[size_t(row) * width + entry];
         const int unit = table[b * units + group / groups_per_unit];
         const int tile = (unit * kv_heads + row % kv_heads) * groups_per_unit + group % groups_per_unit;
-        const int mine = tile * group_tokens + token % group_tokens;
+        const int mine = tile * group_size + token % group_size;
         for (int start = 0; start < min(32, end - base); start += ROWS * AHEAD) {
             Piece<T, VEC> k[AHEAD][CHUNKS];
             Piece<T, VEC> v[AHEAD][CHUNKS];
@@ -278,7 +278,7 @@ def attend_groups(
     groups: mx.array | None,
     counts: mx.array | None,
     *,
-    group_tokens: int,
+    group_size: int,
 ) -> tuple[mx.array, mx.array]:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D]
     unscaled over k_pool, v_pool [P, Hkv, U, D] float32, float16 or bfloat16, or codes of these, table [B, M] int32,
@@ -290,13 +290,13 @@ def attend_groups(
     """
     batch, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
-    check_shapes(q, k_pool, v_pool, table, lengths, group_tokens)
+    check_shapes(q, k_pool, v_pool, table, lengths, group_size)
     assert (groups is None) == (counts is None)
     repeat, dense = num_heads // kv_heads, groups is None or counts is None
     width = 0 if groups is None else groups.shape[2]
     parts = -(-repeat // SIMDGROUP_HEADS)
     walkers = max(SIMDGROUPS // parts, 1)
-    capacity = table.shape[1] * unit_tokens if dense else width * group_tokens
+    capacity = table.shape[1] * unit_tokens if dense else width * group_size
     splits = num_splits(batch * kv_heads, capacity, walkers * SPLIT_ROWS)
     threads = walkers * parts * 32
     part_sum, part_mass = launch(
@@ -310,7 +310,7 @@ def attend_groups(
             lengths if groups is None else groups,
             lengths if counts is None else counts,
             _softmax_scale(head_dim),
-            integers(kv_heads, table.shape[1], width, group_tokens, unit_tokens // group_tokens, splits),
+            integers(kv_heads, table.shape[1], width, group_size, unit_tokens // group_size, splits),
             *scales_of(k_pool, v_pool),
         ],
         {
@@ -329,14 +329,12 @@ def attend_groups(
     return merge_splits(part_sum, part_mass, q.dtype)
 
 
-def check_shapes(
-    q: mx.array, k_pool: Pool, v_pool: Pool, table: mx.array, lengths: mx.array, group_tokens: int
-) -> None:
+def check_shapes(q: mx.array, k_pool: Pool, v_pool: Pool, table: mx.array, lengths: mx.array, group_size: int) -> None:
     """Asserts that q [.., Hq, D], pools [P, Hkv, U, D], table and lengths are as attention's kernels take them."""
     _, num_heads, head_dim = q.shape
     num_units, kv_heads, unit_tokens, pool_dim = k_pool.shape
     assert k_pool.shape == v_pool.shape and k_pool.dtype == v_pool.dtype
-    assert head_dim == pool_dim and num_heads % kv_heads == 0 and unit_tokens % group_tokens == 0
+    assert head_dim == pool_dim and num_heads % kv_heads == 0 and unit_tokens % group_size == 0
     assert table.dtype == lengths.dtype == mx.int32
     assert num_units * kv_heads * unit_tokens < 2**31, "rows of a pool are counted in 32 bits"
 

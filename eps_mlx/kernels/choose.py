@@ -5,8 +5,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, ParamSpec, TypeVar
 
+from eps_core.attention.kernels import Kernel, KernelTable, kernel_first
 from eps_core.cpu.usable import why_not
-from eps_core.gate.kernels import Kernel, KernelTable, kernel_first
 from eps_mlx.kernels import launch
 
 P = ParamSpec("P")
@@ -45,5 +45,5 @@ def kernel_of(cache: Any, name: str) -> Kernel | None:
 
 
 def routed(entry: Callable[[KernelTable], Kernel | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """See `gate.kernels.kernel_first`."""
+    """See `attention.kernels.kernel_first`."""
     return kernel_first(kernels_of, entry)

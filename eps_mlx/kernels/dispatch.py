@@ -8,28 +8,28 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.backend.gpu import GpuKernels
-from eps_core.paging.where import Where
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx.anchors import anchors
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
+from eps_mlx.kernels import correction as correction_kernels
 from eps_mlx.kernels import rows as rows_kernels
 from eps_mlx.kernels import select as select_kernels
-from eps_mlx.kernels import tail as tail_kernels
 from eps_mlx.kernels.score_meanstd import score_meanstd
 from eps_mlx.kernels.turn_units import turn_units
 from eps_mlx.kernels.units import read_on, score_units
-from eps_mlx.selection import visit_mask
+from eps_mlx.selection import selection_mask
 
 
 class MetalKernels(GpuKernels):
     family = "metal"
     attend_groups = attend_kernels.attend_groups
     attend_all_rows = rows_kernels.attend_rows
-    attend_skipped = tail_kernels.attend_tail
+    attend_skipped = correction_kernels.attend_correction
     score_meanstd = score_meanstd
     select_topk = select_kernels.select_topk
     compact = select_kernels.compact
-    visit_mask = visit_mask
+    selection_mask = selection_mask
 
     def place(self, cache: Cache) -> AbstractContextManager[Any]:
         stream: AbstractContextManager[Any] = mx.stream(cache.stream)
@@ -42,37 +42,37 @@ class MetalKernels(GpuKernels):
         return array.astype(mx.bool_)
 
     def estimates(
-        self, cache: Cache, layer: int, q: mx.array, where: Where, table: mx.array, lengths: mx.array
+        self, cache: Cache, layer: int, q: mx.array, plan: StepPlan, table: mx.array, lengths: mx.array
     ) -> mx.array:
-        store, summary = cache.store, cache.summaries[layer]
+        cache_config, summary = cache.cache_config, cache.summaries[layer]
         query = turn_units(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
-        anchor = anchors(cache, layer, q, where.table[:, :1], where.config.read)
+        anchor = anchors(cache, layer, q, plan.table[:, :1], plan.config.selection_config)
         estimate, base = score_units(
-            query, summary, cache.valid[layer], table, lengths, anchor, group_tokens=store.S,
-            mean_bits=store.mean_bits, sums=where.sums_after(0, cache.spec.head_dim),
+            query, summary, cache.valid[layer], table, lengths, anchor, group_size=cache_config.S,
+            mean_bits=cache_config.mean_bits, sums=plan.sums_after(0, cache.spec.head_dim),
         )  # fmt: skip
         # the groups still in the race: of the first stage all
         values, groups = estimate, None
-        for passes, (parts, wanted, most) in enumerate(_stages(cache, where), start=1):
+        for passes, (parts, wanted, most) in enumerate(_stages(cache, plan), start=1):
             picked, counts = select_kernels.select_best(values, wanted, width=max(most, 1))
             estimate, values, groups = read_on(
                 query, base, summary, table, estimate, groups, picked, counts, parts=parts,
-                sums=where.sums_after(passes, cache.spec.head_dim),
+                sums=plan.sums_after(passes, cache.spec.head_dim),
             )  # fmt: skip
         return estimate
 
 
-def _stages(cache: Cache, where: Where) -> list[tuple[int | None, mx.array, int]]:
-    """(parts of the codes that it reads, None for the second bit; of how many groups of each sequence [B] int32, and at
-    most) of each stage after the first: copied to the device once for all layers."""
+def _stages(cache: Cache, plan: StepPlan) -> list[tuple[int | None, mx.array, int]]:
+    """(parts of the codes that it reads, None for the rescoring bit; of how many groups of each sequence [B] int32, and
+    at most) of each stage after the first: copied to the device once for all layers."""
 
     def copy() -> list[tuple[int | None, mx.array, int]]:
-        found: list[tuple[int | None, np.ndarray]] = list(enumerate(where.staged(cache.spec.head_dim), start=2))
-        if where.config.read.refine:
-            found.append((None, where.refined))
+        found: list[tuple[int | None, np.ndarray]] = list(enumerate(plan.cascaded(cache.spec.head_dim), start=2))
+        if plan.config.selection_config.rescore:
+            found.append((None, plan.rescored))
         return [(parts, mx.array(wanted.astype(np.int32)), int(wanted.max())) for parts, wanted in found]
 
-    return where.once(("stages", cache.device, cache.spec.head_dim), copy)
+    return plan.once(("cascade", cache.device, cache.spec.head_dim), copy)
 
 
 kernels = MetalKernels()

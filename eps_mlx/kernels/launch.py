@@ -4,7 +4,7 @@ Rules for bodies, so that one text compiles as both:
 - `threadgroup` is the only address-space word, `auto` the type of pointers: MLX passes inputs of fewer than 8 elements
   as `constant`, others as `device`.
 - A scalar is an input of one element, read as `x[0]`; several integers are one input, made by `integers`.
-- Template integers describe a model or a configuration (D, R): each new value compiles anew. What grows with
+- Template integers describe a model or a configuration (D, R): each new value compiles again. What grows with
   the context (units of a table, width of a list) is an input.
 - `load_piece<N>(p)` reads N elements at once (N a power of two, p aligned to N elements); `.v[i]` are
   they. `load4(p)` is `load_piece<4>(p)`.
@@ -178,7 +178,7 @@ def launch(
 
 
 def available() -> bool:
-    """Whether `launch` has anything to run on: an Apple or NVIDIA GPU of this MLX, or a runner."""
+    """Return whether `launch` has anything to run on: an Apple or NVIDIA GPU of this MLX, or a runner."""
     return runner is not None or mx.metal.is_available() or _has_cuda()
 
 

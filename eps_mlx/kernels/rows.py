@@ -52,7 +52,7 @@ _ROWS = (
     threadgroup Stored staged[STAGES * 32 * STRIDE];
     const int kv_heads = sizes[0];
     const int units = sizes[1];
-    const int group_tokens = sizes[2];
+    const int group_size = sizes[2];
     const int groups_per_unit = sizes[3];
     const int splits = sizes[4];
     const int split_tokens = sizes[5];
@@ -65,13 +65,13 @@ _ROWS = (
     const int rows = starts[b + 1] - starts[b];
     const int first_query = (int(threadgroup_position_in_grid.x) * simdgroups + simdgroup) * HEADS;
 
-    const int capacity = units * groups_per_unit * group_tokens;
+    const int capacity = units * groups_per_unit * group_size;
     const int first = split * split_tokens;
     // where groups are asked for, those past the end get their -inf
     const int last = min(first + split_tokens, MASSES ? capacity : length);
-    const int tile_groups = max(32 / group_tokens, 1);
-    const int parts = (group_tokens + 31) / 32;  // tiles of a group
-    const int tiles = (last - first + tile_groups * group_tokens - 1) / (tile_groups * group_tokens) * parts;
+    const int tile_groups = max(32 / group_size, 1);
+    const int parts = (group_size + 31) / 32;  // tiles of a group
+    const int tiles = (last - first + tile_groups * group_size - 1) / (tile_groups * group_size) * parts;
 
     size_t head[HEADS];  // of all T * Hq
     int seen[HEADS];  // tokens
@@ -101,14 +101,14 @@ _ROWS = (
     const bool idle = int(threadgroup_position_in_grid.x) * simdgroups * HEADS >= rows * R;
     for (int tile = 0; tile < (idle ? 0 : tiles); tile++) {
         const int part = tile % parts;
-        const int base = first + tile / parts * tile_groups * group_tokens + part * 32;
-        const int listed = min(parts > 1 ? group_tokens - part * 32 : tile_groups * group_tokens, min(32, last - base));
+        const int base = first + tile / parts * tile_groups * group_size + part * 32;
+        const int listed = min(parts > 1 ? group_size - part * 32 : tile_groups * group_size, min(32, last - base));
         const int count = max(min(listed, length - base), 0);
         const int token = min(base + lane, length - 1);
-        const int group = token / group_tokens;
+        const int group = token / group_size;
         const int unit = table[b * units + group / groups_per_unit];
-        const int mine = ((unit * kv_heads + kv_head) * groups_per_unit + group % groups_per_unit) * group_tokens
-            + token % group_tokens;
+        const int mine = ((unit * kv_heads + kv_head) * groups_per_unit + group % groups_per_unit) * group_size
+            + token % group_size;
 
         float weight[HEADS];  // logits, then weights, of this lane's token
         int visible[HEADS];  // tokens of the tile
@@ -174,13 +174,13 @@ _ROWS = (
                         float total;
                         if (parts == 1) {
                             // lanes of one group, whose first one speaks for it
-                            const int from = lane - lane % group_tokens;
+                            const int from = lane - lane % group_size;
                             top = NONE;
                             total = 0.0f;
-                            for (int s = 0; s < group_tokens; s++) {
+                            for (int s = 0; s < group_size; s++) {
                                 top = max(top, simd_shuffle(logit, ushort(min(from + s, 31))));
                             }
-                            for (int s = 0; s < group_tokens; s++) {
+                            for (int s = 0; s < group_size; s++) {
                                 const float other = simd_shuffle(logit, ushort(min(from + s, 31)));
                                 total += from + s < visible[h] ? exp2(other - top) : 0.0f;
                             }
@@ -191,9 +191,9 @@ _ROWS = (
                             group_largest[h] = top;
                             group_mass[h] = total;
                         }
-                        const bool speaks = parts == 1 ? lane % group_tokens == 0 && lane < listed : lane == 0;
+                        const bool speaks = parts == 1 ? lane % group_size == 0 && lane < listed : lane == 0;
                         if (speaks && part == parts - 1 && first_query + h < rows * R) {
-                            const int own = (base - part * 32 + lane) / group_tokens;
+                            const int own = (base - part * 32 + lane) / group_size;
                             masses[head[h] * (units * groups_per_unit) + own] =
                                 total == 0.0f ? -INFINITY : (top + log2(total)) * 0.6931471805599453f;
                         }
@@ -261,21 +261,22 @@ def attend_rows(
     starts: mx.array,
     *,
     most_rows: int,
-    group_tokens: int,
-    visit: mx.array | None = None,
+    group_size: int,
+    selected_mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """(out [T, Hq, D] in q's dtype, lse, visited_lse) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
+    """(out [T, Hq, D] in q's dtype, lse, selected_lse) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
     v_pool [P, Hkv, U, D], as they are or codes. Rows starts[b] to starts[b + 1] - 1 are the last tokens of sequence b,
-    starts [B + 1] int32, at most `most_rows`; table [B, M] int32, lengths [B] int32, visit [T, Hkv, M * U / S] bool.
+    starts [B + 1] int32, at most `most_rows`; table [B, M] int32, lengths [B] int32, `selected_mask`
+    [T, Hkv, M * U / S] bool.
 
-    Every token of a sequence is read once for up to 64 queries, and none at or past its length. `visit`
+    Every token of a sequence is read once for up to 64 queries, and none at or past its length. The mask
     costs the masses of all groups, query head by query head, [T, Hq, G] float32, and array operations over them."""
-    check_shapes(q, k_pool, v_pool, table, lengths, group_tokens)
+    check_shapes(q, k_pool, v_pool, table, lengths, group_size)
     num_rows, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
     batch, units = table.shape
-    repeat, num_groups, asked = num_heads // kv_heads, units * unit_tokens // group_tokens, visit is not None
-    split_tokens = max(SPLIT_TOKENS // _tile_tokens(group_tokens), 1) * _tile_tokens(group_tokens)
+    repeat, num_groups, asked = num_heads // kv_heads, units * unit_tokens // group_size, selected_mask is not None
+    split_tokens = max(SPLIT_TOKENS // _tile_tokens(group_size), 1) * _tile_tokens(group_size)
     splits = max(-(-units * unit_tokens // split_tokens), 1)
     wanted = -(-most_rows * repeat // SIMDGROUP_HEADS)
     simdgroups = min(wanted, SIMDGROUPS)
@@ -288,7 +289,7 @@ def attend_rows(
             table,
             lengths,
             starts,
-            integers(kv_heads, units, group_tokens, unit_tokens // group_tokens, splits, split_tokens, simdgroups),
+            integers(kv_heads, units, group_size, unit_tokens // group_size, splits, split_tokens, simdgroups),
             *scales_of(k_pool, v_pool),
         ],
         {**template_of(k_pool, v_pool), "D": head_dim, "R": repeat, "HEADS": SIMDGROUP_HEADS, "MASSES": asked},
@@ -302,13 +303,13 @@ def attend_rows(
         output_dtypes=[mx.float32, mx.float32, mx.float32],
     )
     out, lse = merge_splits(part_sum, part_mass, q.dtype)
-    if visit is None:
+    if selected_mask is None:
         return out, lse, None
     by_head = by_head.reshape(num_rows, kv_heads, repeat, num_groups)
-    listed = mx.where(visit.astype(mx.bool_)[:, :, None], by_head, -math.inf)
+    listed = mx.where(selected_mask.astype(mx.bool_)[:, :, None], by_head, -math.inf)
     return out, lse, mx.logsumexp(listed, axis=3).reshape(num_rows, num_heads)
 
 
-def _tile_tokens(group_tokens: int) -> int:
+def _tile_tokens(group_size: int) -> int:
     """Tokens of whole groups that fill tiles."""
-    return max(32 // group_tokens, 1) * group_tokens
+    return max(32 // group_size, 1) * group_size

@@ -1,5 +1,5 @@
-"""What Metal kernels share that estimate the masses of groups straight from the paged summaries: nothing is gathered or
-unpacked.
+"""Parts shared by Metal kernels that estimate the masses of groups straight from the paged summaries: nothing is
+gathered or unpacked.
 
 Estimates are the array path's (`eps_mlx.summaries`) up to float32 rounding: +inf for a group inside the sequence
 without a valid summary, -inf past its end. A group's codes are read once for all R query heads of its kv head, and not
@@ -12,7 +12,7 @@ reads of 16 bytes a lane of threadgroup memory, 4 to 8 clocks each and more wher
 that a threadgroup has.
 
 Bodies follow one rule so that a short header of macros can make CUDA of them: `threadgroup` is the only address space
-named, and pointers are indexed, never declared. Letters as in `gate.protocol`.
+named, and pointers are indexed, never declared. Letters as in `attention.protocol`.
 """
 
 import math
@@ -108,7 +108,7 @@ WHERE = ("valid", "table", "lengths", "sizes")
 
 
 def estimates(
-    kernel: Kernel, inputs: list[mx.array], num_groups: int, group_tokens: int, template: dict,
+    kernel: Kernel, inputs: list[mx.array], num_groups: int, group_size: int, template: dict,
     last: list[mx.array] | None = None,
 ) -> mx.array:  # fmt: skip
     """Runs a kernel whose inputs are `inputs` (the last three valid, table and lengths), sizes and `last`."""
@@ -117,7 +117,7 @@ def estimates(
     return launch(
         kernel,
         [*inputs, integers(num_groups), *(last or [])],
-        template | {"S": group_tokens},
+        template | {"S": group_size},
         grid=(THREADS * -(-num_groups // tiles), batch * kv_heads, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(batch, kv_heads, num_groups)],

@@ -63,7 +63,7 @@ _score_meanstd = Kernel(
 
 
 def score_meanstd(
-    q: mx.array, summary: dict[str, mx.array], valid: mx.array, table: mx.array, lengths: mx.array, *, group_tokens: int
+    q: mx.array, summary: dict[str, mx.array], valid: mx.array, table: mx.array, lengths: mx.array, *, group_size: int
 ) -> mx.array:
     """Estimates [B, Hkv, G] float32 by `meanstd`, max over the R query heads: q [B, Hq, D] unscaled, `summary` a
     layer's pools by name: mean [P, Hkv, GPU, D] int8 and std uint8, each with its scale [P, Hkv, GPU] float16; valid
@@ -72,6 +72,6 @@ def score_meanstd(
     words, template = layout(mean, 8, head_dim, heads_per_kv_head(q, mean.shape[1]))
     pools = [words, summary["mean_scale"], summary["std"].view(words.dtype), summary["std_scale"]]
     return estimates(
-        _score_meanstd, [q, *pools, valid, table, lengths], table.shape[1] * mean.shape[2], group_tokens, template,
+        _score_meanstd, [q, *pools, valid, table, lengths], table.shape[1] * mean.shape[2], group_size, template,
         [softmax_scale(head_dim)],
     )  # fmt: skip

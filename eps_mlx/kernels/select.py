@@ -29,18 +29,19 @@ _ROW = """
     int shift = 0;
 """
 
-# the groups of [head_end, tail_start) compete, the others below `limit` are forced; as where.forced_groups
-_GUARDS = """
+# the groups of [head_end, correction_start) compete, the others below `limit` are always selected; as
+# where.always_selected_groups
+_SINK_RECENT = """
     const int b = row / HKV;
     const int length = lengths[b];
-    const int group_tokens = rules[0];
-    const int limit = min((length + group_tokens - 1) / group_tokens, num_groups);
-    const int first_end = (min(rules[1], length) + group_tokens - 1) / group_tokens;
+    const int group_size = rules[0];
+    const int limit = min((length + group_size - 1) / group_size, num_groups);
+    const int first_end = (min(rules[1], length) + group_size - 1) / group_size;
     const int head_end = length < rules[3] ? limit : first_end;
-    const int tail_start = max(length - rules[2], 0) / group_tokens;  // the open group too, where rules[2] is 0
+    const int correction_start = max(length - rules[2], 0) / group_size;  // the partial group too, where rules[2] is 0
 """
 
-_NO_GUARDS = """
+_NO_SINK_RECENT = """
     const int b = row / HKV;
     const int limit = num_groups;
 """
@@ -71,7 +72,9 @@ _IMAGE = "image[size_t(row) * num_groups + g]"
 _RISING = "key = bits[k] & 0x80000000u ? (bits[k] == 0x80000000u ? bits[k] : ~bits[k]) : bits[k] | 0x80000000u;"
 _KEYS = {
     # a forced group counts as +inf
-    "topk": _keys(_IMAGE, f"bits[k] = g < head_end || g >= tail_start ? 0x7f800000u : bits[k];\n{' ' * 24}{_RISING}"),
+    "topk": _keys(
+        _IMAGE, f"bits[k] = g < head_end || g >= correction_start ? 0x7f800000u : bits[k];\n{' ' * 24}{_RISING}"
+    ),
     "best": _keys(_IMAGE, f"{_RISING}\n{' ' * 24}key = (bits[k] & 0x7f800000u) == 0x7f800000u ? 0u : key;"),
     "compact": _keys("uint(mask[size_t(row) * num_groups + g])", "key = bits[k];"),
 }
@@ -210,21 +213,21 @@ _PAST_THE_END = """
 """
 
 
-def _list(keys: str, visit: str = "") -> str:
-    return _LIST % {"keys": keys, "visit": visit}
+def _list(keys: str, selected_mask: str = "") -> str:
+    return _LIST % {"keys": keys, "visit": selected_mask}
 
 
 _topk = Kernel(
     "eps_select_topk",
     ("image", "counts_wanted", "lengths", "rules", "sizes"),
     ("groups", "counts", "visit"),
-    _ROW + _GUARDS + _THRESHOLD % _KEYS["topk"] + _list(_KEYS["topk"], _VISIT) + _PAST_THE_END,
+    _ROW + _SINK_RECENT + _THRESHOLD % _KEYS["topk"] + _list(_KEYS["topk"], _VISIT) + _PAST_THE_END,
 )
 _best = Kernel(
     "eps_select_best",
     ("image", "counts_wanted", "sizes"),
     ("groups", "counts"),
-    _ROW + _NO_GUARDS + _THRESHOLD % _KEYS["best"] + _list(_KEYS["best"]),
+    _ROW + _NO_SINK_RECENT + _THRESHOLD % _KEYS["best"] + _list(_KEYS["best"]),
 )
 _compact = Kernel(
     "eps_compact",
@@ -235,15 +238,17 @@ _compact = Kernel(
 
 
 def select_topk(
-    estimate: mx.array, counts_wanted: mx.array, lengths: mx.array, *, group_tokens: int, first_tokens: int,
-    last_tokens: int, min_context: int, width: int,
+    estimate: mx.array, counts_wanted: mx.array, lengths: mx.array, *, group_size: int, num_sink_tokens: int,
+    num_recent_tokens: int, min_context: int, width: int,
 ) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
-    """(groups [B, Hkv, width] int32 ascending, then -1; counts [B, Hkv] int32; visit [B, Hkv, G] uint8): the guards of
-    `forced_groups` and groups at +inf first, then the best by estimate [B, Hkv, G] float32, until counts_wanted [B]
-    int32 <= width are listed in all; never past the end of lengths [B] int32 tokens."""
-    rules = integers(*(min(rule, 2**31 - 1) for rule in (group_tokens, first_tokens, last_tokens, min_context)))
-    groups, counts, visit = _select(_topk, [estimate.view(mx.uint32), counts_wanted, lengths, rules], width, visit=True)
-    return groups, counts, visit
+    """(groups [B, Hkv, width] int32 ascending, then -1; counts [B, Hkv] int32; mask [B, Hkv, G] uint8): those of
+    `always_selected_groups` and groups at +inf first, then the best by estimate [B, Hkv, G] float32, until
+    counts_wanted [B] int32 <= width are listed in all; never past the end of lengths [B] int32 tokens."""
+    rules = integers(*(min(rule, 2**31 - 1) for rule in (group_size, num_sink_tokens, num_recent_tokens, min_context)))
+    groups, counts, selected_mask = _select(
+        _topk, [estimate.view(mx.uint32), counts_wanted, lengths, rules], width, selected_mask=True
+    )
+    return groups, counts, selected_mask
 
 
 def select_best(estimate: mx.array, counts_wanted: mx.array, *, width: int) -> tuple[mx.array, mx.array]:
@@ -253,17 +258,17 @@ def select_best(estimate: mx.array, counts_wanted: mx.array, *, width: int) -> t
     return groups, counts
 
 
-def compact(visit: mx.array, *, width: int) -> tuple[mx.array, mx.array]:
+def compact(selected_mask: mx.array, *, width: int) -> tuple[mx.array, mx.array]:
     """(groups [B, Hkv, width] int32 ascending, then -1; counts [B, Hkv] int32) of the groups that a mask [B, Hkv, G]
     (bool or uint8) marks; the lowest `width` where it marks more."""
-    groups, counts = _select(_compact, [visit.view(mx.uint8)], width)
+    groups, counts = _select(_compact, [selected_mask.view(mx.uint8)], width)
     return groups, counts
 
 
-def _select(kernel: Kernel, inputs: list[mx.array], width: int, visit: bool = False) -> list[mx.array]:
+def _select(kernel: Kernel, inputs: list[mx.array], width: int, selected_mask: bool = False) -> list[mx.array]:
     batch, kv_heads, num_groups = inputs[0].shape
     shapes, dtypes = [(batch, kv_heads, width), (batch, kv_heads)], [mx.int32, mx.int32]
-    if visit:
+    if selected_mask:
         shapes, dtypes = [*shapes, (batch, kv_heads, num_groups)], [*dtypes, mx.uint8]
     return launch(
         kernel,

@@ -73,7 +73,7 @@ _turn_units = Kernel("eps_turn_units", ("q", "signs", "inverse", "softmax_scale"
 
 
 class Query(NamedTuple):
-    """What codes about units' means are asked."""
+    """Query as codes about units' means are asked it."""
 
     turned: mx.array  # [B, Hkv, R, D] float32: `rotate` of q / sqrt(D)
     rounded: mx.array  # [B, Hkv, R, D] float32, whole numbers within +-QUERY_STEPS: turned ~ rounded * step
@@ -99,6 +99,6 @@ def turn_units(q: mx.array, signs: mx.array, kv_heads: int) -> Query:
 
 @cache
 def _inverse(head_dim: int) -> mx.array:
-    """What `rotate` multiplies each dimension by at its end, [D] float32."""
+    """Return the factors by which `rotate` multiplies each dimension at its end, [D] float32."""
     blocks = hadamard_blocks(head_dim)
     return mx.array(np.concatenate([np.full(size, 1 / math.sqrt(size), np.float32) for size in blocks]))

@@ -56,7 +56,7 @@ _ROW = """
     const int b = row / HKV;
     const int head = row % HKV;
     const int num_groups = sizes[0];
-    const int seals = num_groups / N;
+    const int spans = num_groups / N;
 """
 
 # dimension by dimension, so that the R values of one are neighbours; zeros stand behind the last one
@@ -70,7 +70,7 @@ _LOAD = """
 
 _SCORE_UNITS = (
     """
-    constexpr int SHARING = N / PIECE;  // lanes of a seal: of what is summarised together
+    constexpr int SHARING = N / PIECE;  // lanes of a span: of what is summarised together
     constexpr int PER_WORD = 8 * int(sizeof(WORD)) / BITS;
     constexpr int WORDS = (D * BITS + 7) / 8 / int(sizeof(WORD));
     constexpr float ZERO = float(1 << (BITS - 1));
@@ -82,12 +82,12 @@ _SCORE_UNITS = (
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const int part = tid % SHARING;
     const int length = lengths[b];
-    const int seal = int(threadgroup_position_in_grid.x) * (THREADS / SHARING) + tid / SHARING;
+    const int span = int(threadgroup_position_in_grid.x) * (THREADS / SHARING) + tid / SHARING;
     int tile = -1;
-    if (seal < length / (N * S)) {
-        const int unit = table[b * (seals / SPU) + seal / SPU];
-        if (valid[unit * SPU + seal % SPU] != 0) {
-            tile = (unit * HKV + head) * SPU + seal % SPU;
+    if (span < length / (N * S)) {
+        const int unit = table[b * (spans / SPU) + span / SPU];
+        if (valid[unit * SPU + span % SPU] != 0) {
+            tile = (unit * HKV + head) * SPU + span % SPU;
         }
     }
 
@@ -117,8 +117,8 @@ _SCORE_UNITS = (
         if (ANCHORED) {
             mean_dot[r] -= anchor[row * R + r];
         }
-        if (part == 0 && seal < seals) {
-            base[(size_t(row) * seals + seal) * R + r] = mean_dot[r];
+        if (part == 0 && span < spans) {
+            base[(size_t(row) * spans + span) * R + r] = mean_dot[r];
         }
     }
 
@@ -146,7 +146,7 @@ _SCORE_UNITS = (
     #pragma unroll
     for (int k = 0; k < PIECE; k++) {
         const int n = part * PIECE + k;
-        const int g = seal * N + n;
+        const int g = span * N + n;
         if (g < num_groups && tile < 0) {
             estimate[size_t(row) * num_groups + g] = g * S < length ? INFINITY : -INFINITY;
         } else if (g < num_groups) {
@@ -201,9 +201,9 @@ _READ_ON = (
     const int g = {_listed("own")};
 """
     + """
-    const int seal = g / N;
+    const int span = g / N;
     const int n = g % N;
-    const size_t tile = size_t(table[b * (seals / SPU) + seal / SPU] * HKV + head) * SPU + seal % SPU;
+    const size_t tile = size_t(table[b * (spans / SPU) + span / SPU] * HKV + head) * SPU + span % SPU;
     const size_t mine = tile * N + n;
     float dot[R];
     for (int r = 0; r < R; r++) {
@@ -234,7 +234,7 @@ _READ_ON = (
     const uint byte = uint(scale[mine]);
     const float size = {_number("byte")};
 """
-    + _combine("dot", "base[(size_t(row) * seals + seal) * R + r]")
+    + _combine("dot", "base[(size_t(row) * spans + span) * R + r]")
     + """
     refined[size_t(row) * num_groups + g] = best;
     values[size_t(row) * width + own] = best;
@@ -264,26 +264,26 @@ _read_on = Kernel(
 
 def score_units(
     query: Query, summary: dict[str, mx.array], valid: mx.array, table: mx.array, lengths: mx.array,
-    anchors: mx.array | None, *, group_tokens: int, mean_bits: int, sums: bool,
+    anchors: mx.array | None, *, group_size: int, mean_bits: int, sums: bool,
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
     """(estimates [B, Hkv, G] float32 of log masses by the first part of the codes, max over the R query heads; what the
-    means say of them [B, Hkv, seals, R] float32, for `read_on`). With `anchors` [B, Hkv, R] float32 of each query head
+    means say of them [B, Hkv, spans, R] float32, for `read_on`). With `anchors` [B, Hkv, R] float32 of each query head
     (`eps_mlx.anchors`), what the means say is less the anchor; where it `sums`, the log of the sum of masses takes the
     place of the max.
-    `summary`: a layer's pools by name, fields as in `eps_core.summaries.rq`, [P, Hkv, seals of a unit, ..]; valid
-    [P * seals of a unit] uint8 (0: no valid summary), table [B, M] int32, lengths [B] int32."""
+    `summary`: a layer's pools by name, fields as in `eps_core.summaries.rq`, [P, Hkv, spans of a unit, ..]; valid
+    [P * spans of a unit] uint8 (0: no valid summary), table [B, M] int32, lengths [B] int32."""
     repeat, head_dim = query.turned.shape[2:]
     words, known = layout(summary["mean"], mean_bits, head_dim, repeat)
     template = {name: known[name] for name in ("WORD", "BITS")} | _template(query, summary)
-    num_groups, sealed = table.shape[1] * template["SPU"] * template["N"], template["N"]
-    piece = min(PIECE, sealed)
+    num_groups, finalized = table.shape[1] * template["SPU"] * template["N"], template["N"]
+    piece = min(PIECE, finalized)
     held = (8 // mean_bits * summary["mean"].shape[-1] + 8 * template["B0"]) * repeat * 4
     if held > THREADGROUP_BYTES:
         raise ValueError(
             f"{repeat} query heads of {head_dim} dimensions per kv head need {held} bytes of threadgroup memory, more "
             f"than {THREADGROUP_BYTES}: use the array path"
         )
-    num_seals, rows = num_groups // sealed, len(table) * template["HKV"]
+    num_spans, rows = num_groups // finalized, len(table) * template["HKV"]
     estimate, base = launch(
         _score_units,
         [
@@ -291,12 +291,12 @@ def score_units(
             *(summary[name] for name in ("mean_scale", "scale", "codes")), valid, table, lengths, integers(num_groups),
         ],
         template | {
-            "S": group_tokens, "PIECE": piece, "STRETCH": _stretch(head_dim, template["B0"]),
+            "S": group_size, "PIECE": piece, "STRETCH": _stretch(head_dim, template["B0"]),
             "ANCHORED": anchors is not None, "SUM": sums,
         },
-        grid=(THREADS * -(-num_seals * (sealed // piece) // THREADS), rows, 1),
+        grid=(THREADS * -(-num_spans * (finalized // piece) // THREADS), rows, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(len(table), template["HKV"], num_groups), (len(table), template["HKV"], num_seals, repeat)],
+        output_shapes=[(len(table), template["HKV"], num_groups), (len(table), template["HKV"], num_spans, repeat)],
         output_dtypes=[mx.float32] * 2,
     )  # fmt: skip
     return estimate, base
@@ -321,7 +321,7 @@ def read_on(
     }  # fmt: skip
     num_bytes = template["B0"] + template["B1"] + template["B2"]
     unread = summary["codes"]  # stands for what there is not
-    refined, values, listed = launch(
+    rescored, values, listed = launch(
         _read_on,
         [
             query.rounded, query.step, base, summary["codes"],
@@ -336,15 +336,15 @@ def read_on(
         output_shapes=[estimate.shape, picked.shape, picked.shape],
         output_dtypes=[mx.float32, mx.float32, mx.int32],
     )  # fmt: skip
-    return refined, values, listed
+    return rescored, values, listed
 
 
 def _template(query: Query, summary: dict[str, mx.array]) -> dict:
-    """What both kernels must know of the pools."""
+    """Return the facts of the pools that both kernels must know."""
     repeat, head_dim = query.turned.shape[2:]
-    _, kv_heads, seals_per_unit, num_bytes, groups = summary["codes"].shape
+    _, kv_heads, spans_per_unit, num_bytes, groups = summary["codes"].shape
     return {
-        "D": head_dim, "R": repeat, "HKV": kv_heads, "SPU": seals_per_unit, "N": groups, "B0": num_bytes,
+        "D": head_dim, "R": repeat, "HKV": kv_heads, "SPU": spans_per_unit, "N": groups, "B0": num_bytes,
         "THREADS": THREADS,
     }  # fmt: skip
 

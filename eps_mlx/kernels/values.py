@@ -1,6 +1,6 @@
 """How kernels read K and V: as they are, or from codes of 8 and 4 bits, of which one text makes as many kernels.
 
-Codes (`eps_core.oracle.pages`) become values in registers, `code * scale` in float32 rounded to the cache's dtype as
+Codes (`eps_core.reference.pages`) become values in registers, `code * scale` in float32 rounded to the cache's dtype as
 everywhere, and are attended as such: only their bytes come from memory.
 """
 
@@ -51,7 +51,7 @@ def reading(kernel: Kernel, bits: tuple[int, int], to: tuple[str, str]) -> Kerne
 
 
 def bits_of(k_pool: Pool, v_pool: Pool) -> tuple[int, int]:
-    """Of an element: 16 of what holds K or V as they are, in whatever dtype."""
+    """Return the bits of an element: 16 of what holds K or V as they are, in whatever dtype."""
     k_bits, v_bits = (int(pool.bits) if isinstance(pool, CodePool) else 16 for pool in (k_pool, v_pool))
     return k_bits, v_bits
 
@@ -67,6 +67,6 @@ def scales_of(*pools: Pool) -> list[mx.array]:
 
 
 def template_of(*pools: Pool) -> dict[str, mx.Dtype | bool]:
-    """What kernels are compiled for besides shapes: the dtype of what is read, and whether that is float16."""
+    """Return what kernels are compiled for besides shapes: the dtype of what is read, and whether that is float16."""
     dtype = pools[0].dtype
     return {"T": dtype, **({"HALF": dtype == mx.float16} if scales_of(*pools) else {})}

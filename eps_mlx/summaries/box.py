@@ -4,11 +4,11 @@ import math
 
 import mlx.core as mx
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_mlx.summaries.base import Part, Score, Summary, all_dots, key_norm, logit_slack, per_group, up16, widened
 
 
-def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
+def extend(cache_config: CacheConfig, constants: Summary, earlier: Summary, part: Part) -> Summary:
     low = mx.where(part.present, part.keys, mx.inf).min(axis=-2)
     high = mx.where(part.present, part.keys, -mx.inf).max(axis=-2)
     norm, continues = key_norm(mx.where(part.present, part.keys, 0)), part.before > 0
@@ -19,7 +19,7 @@ def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Su
     }
 
 
-def seal(store: Store, statistics: Summary) -> Summary:
+def finalize(cache_config: CacheConfig, statistics: Summary) -> Summary:
     """Per-channel min and max [.., D] (Quest) in int8, rounded outward; norm [..] = max |k|."""
     low, high = statistics["min"], statistics["max"]
     scale = up16(mx.maximum(mx.abs(low), mx.abs(high)).max(axis=-1) / 127)
@@ -36,14 +36,14 @@ def seal(store: Store, statistics: Summary) -> Summary:
     }
 
 
-def build(store: Store, constants: Summary, k: mx.array) -> Summary:
-    return seal(store, {"min": k.min(axis=-2), "max": k.max(axis=-2), "norm": key_norm(k)})
+def build(cache_config: CacheConfig, constants: Summary, k: mx.array) -> Summary:
+    return finalize(cache_config, {"min": k.min(axis=-2), "max": k.max(axis=-2), "norm": key_norm(k)})
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """sum_c max(a_c lo_c, a_c hi_c): Quest's score, an upper bound of every logit of the group. As two products:
     a.mid +- |a|.half, in code units."""
-    log_n = math.log(store.S)
+    log_n = math.log(cache_config.S)
     lo, hi = widened(summary["lo"]), widened(summary["hi"])
     scale = per_group(summary, "scale")
     middle = all_dots((lo + hi) * 0.5, a) * scale

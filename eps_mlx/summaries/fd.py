@@ -1,17 +1,17 @@
-"""Frequent Directions, as the product requirements name it."""
+"""Frequent Directions: a sketch of few rows of the keys' Gram matrix."""
 
 import math
 
 import mlx.core as mx
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_mlx.summaries import base
 from eps_mlx.summaries.base import Score, Summary
 
 
-def build(store: Store, constants: Summary, k: mx.array) -> Summary:
+def build(cache_config: CacheConfig, constants: Summary, k: mx.array) -> Summary:
     """Frequent Directions of the whole group at once: |F a|^2 <= |K a|^2 <= |F a|^2 + Delta |a|^2."""
-    rows = store.dim or 0
+    rows = cache_config.dim or 0
     energies, directions = base.right_singular(k, rows + 1)
     shrinkage = energies[..., rows]
     sketch = mx.sqrt(mx.maximum(energies[..., :rows] - shrinkage[..., None], 0))[..., None] * directions[..., :rows, :]
@@ -25,9 +25,9 @@ def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     }
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """|F a| estimates |K a|_2 from below; the bound adds the codes' rounding and the shrinkage Delta |a|^2."""
-    log_n = math.log(store.S)
+    log_n = math.log(cache_config.S)
     scales = base.widened(summary["row_scale"])
     batch, kv_heads, groups, rows, head_dim = summary["rows"].shape
     parts = base.all_dots(summary["rows"].reshape(batch, kv_heads, groups * rows, head_dim), a)

@@ -2,10 +2,10 @@
 
 import mlx.core as mx
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_mlx.summaries.base import Summary, mean_codes
 
 
-def build(store: Store, constants: Summary, k: mx.array) -> Summary:
+def build(cache_config: CacheConfig, constants: Summary, k: mx.array) -> Summary:
     codes, scale = mean_codes(k.mean(axis=-2))
     return {"mean": codes, "mean_scale": scale}

@@ -2,11 +2,11 @@
 
 import mlx.core as mx
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_mlx.summaries.base import Part, Score, Summary, all_dots, near16, per_group, rounded_codes
 
 
-def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
+def extend(cache_config: CacheConfig, constants: Summary, earlier: Summary, part: Part) -> Summary:
     before, count = part.before, part.number
     mean = mx.where(part.present, part.keys, 0).sum(axis=-2) / count
     m2 = (mx.where(part.present, part.keys - mean[..., None, :], 0) ** 2).sum(axis=-2)
@@ -16,11 +16,11 @@ def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Su
     return {"mean": mean - gap * (before / (before + count)), "m2": m2}
 
 
-def seal(store: Store, statistics: Summary) -> Summary:
-    return _stored(statistics["mean"], mx.sqrt(statistics["m2"] / store.S))
+def finalize(cache_config: CacheConfig, statistics: Summary) -> Summary:
+    return _stored(statistics["mean"], mx.sqrt(statistics["m2"] / cache_config.S))
 
 
-def build(store: Store, constants: Summary, k: mx.array) -> Summary:
+def build(cache_config: CacheConfig, constants: Summary, k: mx.array) -> Summary:
     return _stored(k.mean(axis=-2), mx.sqrt(k.var(axis=-2)))
 
 
@@ -36,7 +36,7 @@ def _stored(mean: mx.array, std: mx.array) -> Summary:
     }
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """mu.a + sum_c |a_c| sd_c: at least mean + one standard deviation of the logits; no bound."""
     mean = all_dots(summary["mean"], a) * per_group(summary, "mean_scale")
     return mean + all_dots(summary["std"], mx.abs(a)) * per_group(summary, "std_scale"), None, None

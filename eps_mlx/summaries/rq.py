@@ -6,7 +6,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import PARTS, QUERY_STEPS, SECOND_STEP, hadamard_blocks, part_dims
 from eps_mlx.summaries.base import (
@@ -86,18 +86,18 @@ def scale_of(x: mx.array, levels: mx.array) -> mx.array:
 
 
 def _second_bit(x: mx.array, levels: mx.array) -> tuple[mx.array, mx.array]:
-    """The second bits [.., D] of signs `levels` of x [.., D], and their scale [..]."""
+    """The rescoring bits [.., D] of signs `levels` of x [.., D], and their scale [..]."""
     step = tree_sum(mx.abs(x)[..., None]) * float(np.float32(SECOND_STEP / x.shape[-1]))
     second = ((x >= step) | ((x < 0) & (x >= -step))).astype(mx.uint8)
     return second, scale_of(x, levels + 0.5 * levels_of(second, 1))
 
 
-def build(store: Store, constants: Summary, k: mx.array) -> Summary:
-    """Of all groups of a mean: k [.., Hkv, U, D]. The fields of `eps_core.summaries.rq`."""
+def build(cache_config: CacheConfig, constants: Summary, k: mx.array) -> Summary:
+    """Return the fields of `eps_core.summaries.rq` of all groups of a mean: k [.., Hkv, U, D]."""
     signs = constants["signs"]
-    by_group = k.reshape(*k.shape[:-2], -1, store.S, k.shape[-1])
-    turned = rotate(tree_sum(by_group) * (1 / store.S), signs)  # [.., Hkv, N, D]
-    most = 2 ** (store.mean_bits - 1) - 1
+    by_group = k.reshape(*k.shape[:-2], -1, cache_config.S, k.shape[-1])
+    turned = rotate(tree_sum(by_group) * (1 / cache_config.S), signs)  # [.., Hkv, N, D]
+    most = 2 ** (cache_config.mean_bits - 1) - 1
     codes, mean_scale = mean_codes(tree_sum(turned) * (1 / turned.shape[-2]), most)
     stored = (widened(codes) * widened(mean_scale)[..., None])[..., None, :]
     x = turned - stored
@@ -105,17 +105,17 @@ def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     levels = levels_of(positive, 1)
     scale = to_byte(scale_of(x, levels))
     summary = {
-        "mean": pack_codes(codes.astype(mx.int32) + (most + 1), store.mean_bits), "mean_scale": mean_scale,
+        "mean": pack_codes(codes.astype(mx.int32) + (most + 1), cache_config.mean_bits), "mean_scale": mean_scale,
         "scale": scale,
     }  # fmt: skip
-    dims = part_dims(store, k.shape[-1])
+    dims = part_dims(cache_config, k.shape[-1])
     for name, part in zip(PARTS[len(dims)], mx.split(positive, np.cumsum(dims)[:-1].tolist(), axis=-1), strict=True):
         summary[name] = pack_codes(part, 1)
     summary["codes"] = summary["codes"].swapaxes(-1, -2)
-    if store.second_bit:
+    if cache_config.second_bit:
         second, second_scale = _second_bit(x, levels)
         summary |= {"second": pack_codes(second, 1), "second_scale": to_byte(second_scale)}
-    if store.rq_bounds:
+    if cache_config.rq_bounds:
         rounded = levels * from_byte(scale)[..., None]
         far = rotate(by_group, signs) - stored[..., None, :] - rounded[..., None, :]
         summary["error"] = up16(norms(x - rounded))
@@ -146,28 +146,28 @@ def rounded_query(turned: mx.array) -> tuple[mx.array, mx.array]:
     return mx.where(usable, mx.round(turned / mx.where(usable, step, 1)), 0), step
 
 
-def unit_base(store: Store, summary: Summary, turned: mx.array) -> mx.array:
+def unit_base(cache_config: CacheConfig, summary: Summary, turned: mx.array) -> mx.array:
     """log n + m_hat.a of units, [B, Hkv, R, units]."""
-    dots = packed_dots(summary["mean"], store.mean_bits, turned, has_zero=True)
-    return math.log(store.S) + dots * per_group(summary, "mean_scale")
+    dots = packed_dots(summary["mean"], cache_config.mean_bits, turned, has_zero=True)
+    return math.log(cache_config.S) + dots * per_group(summary, "mean_scale")
 
 
 def of_groups(
-    name: str, array: mx.array, index: mx.array, heads: mx.array, seals: mx.array, groups: mx.array
+    name: str, array: mx.array, index: mx.array, heads: mx.array, spans: mx.array, groups: mx.array
 ) -> mx.array:
-    """A field [B, Hkv, seals, *shape] as one of groups [B, Hkv, C, ..]: `groups` [B, Hkv, C] within `seals` [B, Hkv, C]
-    of sequences `index` [B, 1, 1] and kv heads `heads` [1, Hkv, 1]."""
+    """Return a field [B, Hkv, spans, *shape] as one of groups [B, Hkv, C, ..]: `groups` [B, Hkv, C] within `spans`
+    [B, Hkv, C] of sequences `index` [B, 1, 1] and kv heads `heads` [1, Hkv, 1]."""
     if name in ("mean", "mean_scale"):
-        return array[index, heads, seals]
-    return array[index, heads, seals, :, groups] if name == "codes" else array[index, heads, seals, groups]
+        return array[index, heads, spans]
+    return array[index, heads, spans, :, groups] if name == "codes" else array[index, heads, spans, groups]
 
 
 def _estimate(
     base: mx.array, codes: mx.array, scale: mx.array, turned: mx.array, second: mx.array | None = None
 ) -> mx.array:
     """base + x_hat.(H a) [B, Hkv, R, G] from the first d dimensions: base [B, Hkv, R, G], codes [B, Hkv, G, d / 8],
-    scale [B, Hkv, G] in one byte; second bits [B, Hkv, G, D / 8] of all dimensions. The sums over a rounded query, and
-    what a scale makes of them, are exact."""
+    scale [B, Hkv, G] in one byte; rescoring bits [B, Hkv, G, D / 8] of all dimensions. The sums over a rounded query,
+    and what a scale makes of them, are exact."""
     integers, step = rounded_query(turned)
     many = min(8 * codes.shape[-1], turned.shape[-1])
     dots = packed_dots(codes, 1, integers[..., :many])
@@ -176,38 +176,40 @@ def _estimate(
     return base + from_byte(scale)[:, :, None] * dots * (step * (turned.shape[-1] / many))
 
 
-def stage(store: Store, constants: Summary, summary: Summary, a: mx.array, parts: int) -> mx.array:
+def stage(cache_config: CacheConfig, constants: Summary, summary: Summary, a: mx.array, parts: int) -> mx.array:
     """log n + mu_hat.a [B, Hkv, R, C] of groups from the first `parts` of their codes: summary [B, Hkv, C, ..]
     (`of_groups`). An estimate; from all parts, too."""
     turned = rotate(a, constants["signs"])
-    codes = mx.concatenate([summary[name] for name in PARTS[len(part_dims(store, a.shape[-1]))][:parts]], axis=-1)
-    estimate = _estimate(unit_base(store, summary, turned), codes, summary["scale"], turned)
+    codes = mx.concatenate(
+        [summary[name] for name in PARTS[len(part_dims(cache_config, a.shape[-1]))][:parts]], axis=-1
+    )
+    estimate = _estimate(unit_base(cache_config, summary, turned), codes, summary["scale"], turned)
     return mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE)
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """log n + mu_hat.a by the first part of the codes; with a stored radius, `ball` about mu_hat: summary
     [B, Hkv, units, ..]."""
-    turned, groups = rotate(a, constants["signs"]), store.groups_per_seal
-    base = mx.repeat(unit_base(store, summary, turned), groups, axis=-1)
+    turned, groups = rotate(a, constants["signs"]), cache_config.groups_per_span
+    base = mx.repeat(unit_base(cache_config, summary, turned), groups, axis=-1)
     codes, scale = summary["codes"].swapaxes(-1, -2).flatten(2, 3), summary["scale"].flatten(2)
     estimate = _estimate(base, codes, scale, turned)
-    if not store.rq_bounds:
+    if not cache_config.rq_bounds:
         return estimate, None, None
     # bounds are about what is stored, and ask the query as it is
     mean = base + from_byte(scale)[:, :, None] * packed_dots(codes, 1, turned)
     error, radius, norm = (widened(summary[name].flatten(2))[:, :, None] for name in ("error", "radius", "norm"))
     # the mean is added and taken away again, whatever the size of the keys
-    most = (2 ** (store.mean_bits - 1) - 1) * math.sqrt(a.shape[-1]) * (1 + 2.0**-16)
+    most = (2 ** (cache_config.mean_bits - 1) - 1) * math.sqrt(a.shape[-1]) * (1 + 2.0**-16)
     stored = mx.repeat(per_group(summary, "mean_scale") * most, groups, axis=-1)
     size, slack = norms(a)[..., None], logit_slack(a, norm + radius + stored)
     return estimate, mean - size * error - slack, mean + size * radius + slack
 
 
-def refine(store: Store, constants: Summary, summary: Summary, a: mx.array) -> mx.array:
+def rescore(cache_config: CacheConfig, constants: Summary, summary: Summary, a: mx.array) -> mx.array:
     """log n + mu_hat.a from two bits a dimension: [B, Hkv, R, C]. An estimate, as of one bit."""
     turned = rotate(a, constants["signs"])
-    codes = mx.concatenate([summary[name] for name in PARTS[len(part_dims(store, a.shape[-1]))]], axis=-1)
-    base = unit_base(store, summary, turned)
+    codes = mx.concatenate([summary[name] for name in PARTS[len(part_dims(cache_config, a.shape[-1]))]], axis=-1)
+    base = unit_base(cache_config, summary, turned)
     estimate = _estimate(base, codes, summary["second_scale"], turned, summary["second"])
     return mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE)

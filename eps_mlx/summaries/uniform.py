@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_mlx.summaries.base import Score, Summary
 
 
@@ -13,7 +13,7 @@ def _mixed(x: mx.array) -> mx.array:
     return x ^ x >> 16
 
 
-def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
+def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """In [0, 1), from seed, layer, kv head, length of the sequence and place in it: a new ranking at every step. Of 24
     bits, so that float32 holds it exactly. No estimate of anything."""
     stream, length, groups = (constants[name].astype(mx.uint32) for name in ("stream", "length", "groups"))

@@ -20,8 +20,8 @@ TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 3
 RAGGED = [TEXT[:50], "xyz", TEXT[3:131]]
 CONFIGS = {
     "dense": EpsConfig(),
-    "box": EpsConfig.of(method="box", group_tokens=4, first_tokens=4, last_tokens=8, budget=0.3),
-    "rq": EpsConfig.of(method="rq", first_tokens=4, last_tokens=8, budget=0.3),
+    "box": EpsConfig.of(method="box", group_size=4, num_sink_tokens=4, num_recent_tokens=8, budget=0.3),
+    "rq": EpsConfig.of(method="rq", num_sink_tokens=4, num_recent_tokens=8, budget=0.3),
 }
 STEPS = 9
 
@@ -36,10 +36,11 @@ def searched(
 ) -> tuple[Searched, list[Any]]:  # fmt: skip
     """What a search finds, and its records; every unit must come back."""
     cache, pool = session.cache(
-        config.store, [n for prompt in prompts for n in room(len(prompt), steps, width, config.store.unit_tokens)]
+        config.cache_config,
+        [n for prompt in prompts for n in room(len(prompt), steps, width, config.cache_config.unit_tokens)],
     )
     found, records = Searched(), []
-    for record in search(session.decoder, cache, pool, prompts, steps, width, found, config.read, stop):
+    for record in search(session.decoder, cache, pool, prompts, steps, width, found, config.selection_config, stop):
         pool.check()
         records.append(record)
     pool.check()
@@ -48,11 +49,11 @@ def searched(
 
 
 def following(session: Session, prompt: list[int], text: list[int], config: EpsConfig) -> np.ndarray:
-    """Log probabilities [V] of the token after a text, of a prompt decoded alone and anew."""
-    cache, pool = session.cache(config.store, len(prompt) + len(text) + 1)
+    """Log probabilities [V] of the token after a text, of a prompt decoded alone and again."""
+    cache, pool = session.cache(config.cache_config, len(prompt) + len(text) + 1)
     steps = generate(
-        session.decoder, cache, pool, [prompt], len(text) + 1, Sampling(), config.read,
-        forced_tokens=[[*text, 0]], keep_logits=True,
+        session.decoder, cache, pool, [prompt], len(text) + 1, Sampling(), config.selection_config,
+        always_selected_tokens=[[*text, 0]], keep_logits=True,
     )  # fmt: skip
     logits = list(steps)[-1].logits[0].astype(np.float64)
     return logits - logits.max() - math.log(sum(math.exp(x - logits.max()) for x in logits))
@@ -99,11 +100,13 @@ def test_it_finds_what_a_search_over_whole_texts_finds(model: Path, name: str) -
 def test_one_beam_is_greedy_decoding(model: Path, name: str) -> None:
     session, config = opened(model), CONFIGS[name]
     prompts = session.encode_prompts(RAGGED, 20)
-    cache, pool = session.cache(config.store, [len(prompt) + 20 for prompt in prompts])
-    free = tokens_of(list(generate(session.decoder, cache, pool, prompts, 20, Sampling(), config.read)), len(prompts))
+    cache, pool = session.cache(config.cache_config, [len(prompt) + 20 for prompt in prompts])
+    free = tokens_of(
+        list(generate(session.decoder, cache, pool, prompts, 20, Sampling(), config.selection_config)), len(prompts)
+    )
     for stop in ((), (free[0][7], free[2][3])):
-        cache, pool = session.cache(config.store, [len(prompt) + 20 for prompt in prompts])
-        records = list(generate(session.decoder, cache, pool, prompts, 20, Sampling(), config.read, stop))
+        cache, pool = session.cache(config.cache_config, [len(prompt) + 20 for prompt in prompts])
+        records = list(generate(session.decoder, cache, pool, prompts, 20, Sampling(), config.selection_config, stop))
         found, mine = searched(session, prompts, 1, config, stop, 20)
         assert [texts[0].tokens for texts in found.hypotheses] == tokens_of(records, len(prompts))
         assert [r.tokens for r in mine] == [r.tokens for r in records]

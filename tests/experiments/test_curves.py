@@ -8,7 +8,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from experiments.methods.curves import Plan, budget_groups, bytes_at_kl, floor, table_cells, tally_document
 
-RQ, BOX = EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_tokens=16)
+RQ, BOX = EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_size=16)
 
 
 @pytest.mark.parametrize(
@@ -34,35 +34,35 @@ def test_where_a_curve_crosses_a_kl(
         assert ratio is not None and 0.1 < ratio < 0.2
 
 
-@pytest.mark.parametrize("arm", [RQ, BOX, EpsConfig.of(method="oracle", group_tokens=16)])
-def test_a_byte_budget_buys_what_it_pays_for(arm: EpsConfig) -> None:
+@pytest.mark.parametrize("variant", [RQ, BOX, EpsConfig.of(method="oracle", group_size=16)])
+def test_a_byte_budget_buys_what_it_pays_for(variant: EpsConfig) -> None:
     length, head_dim, fraction = 4096, 64, 0.2
-    groups = budget_groups(arm, length, 16, head_dim, fraction)
+    groups = budget_groups(variant, length, 16, head_dim, fraction)
     assert groups is not None
-    dense, group = length * 2 * head_dim * 2, arm.store.S * 2 * head_dim * 2
+    dense, group = length * 2 * head_dim * 2, variant.cache_config.S * 2 * head_dim * 2
 
     def cost(selected: int) -> int:
-        return scoring_bytes(arm.replace(top_pages=selected), head_dim, [length]) + selected * group
+        return scoring_bytes(variant.replace(top_pages=selected), head_dim, [length]) + selected * group
 
     assert cost(groups) <= fraction * dense < cost(groups + 1)
-    # no more than the guards, or not even the summaries: nothing would be measured of the method
-    assert budget_groups(arm, length, 16, head_dim, 0.02 if arm.store.method == "rq" else 0.03) is None
+    # no more than the sink and recent tokens, or not even the summaries: nothing would be measured of the method
+    assert budget_groups(variant, length, 16, head_dim, 0.02 if variant.cache_config.method == "rq" else 0.03) is None
 
 
 def test_a_floor_splits_the_bytes() -> None:
     part = floor(RQ, 64, 32768, 0.03)
     assert sum(part) == pytest.approx(0.03)
     # of 256 bytes a token: a mean in 4 bits and its scale of 64 tokens, half of a code and a byte of scale, the other
-    # half of half of them, a second bit and its byte of scale of an eighth
+    # half of half of them, a rescoring bit and its byte of scale of an eighth
     assert part.summaries * 256 == pytest.approx((32 + 2) / 64 + 4 + 1 + 4 / 2 + (8 + 1) / 8, rel=1e-3)
-    assert floor(RQ.with_tail(), 64, 32768, 0.05).tail * 256 == pytest.approx((64 + 2) / 128, rel=1e-3)
-    assert floor(BOX, 64, 32768, 0.1).tail == 0
+    assert floor(RQ.with_correction(), 64, 32768, 0.05).correction * 256 == pytest.approx((64 + 2) / 128, rel=1e-3)
+    assert floor(BOX, 64, 32768, 0.1).correction == 0
 
 
 def test_a_table_of_the_demo_model() -> None:
     """The oracle with most of the groups is close to dense; a small share of them picked at random is not."""
-    arms = (EpsConfig.of(method="oracle", group_tokens=16), EpsConfig.of(method="random", group_tokens=16))
-    plan = Plan(1024, num_needles=1, num_texts=1, text_steps=4, arms=arms, byte_budgets=(0.25, 0.9))
+    variants = (EpsConfig.of(method="oracle", group_size=16), EpsConfig.of(method="random", group_size=16))
+    plan = Plan(1024, num_needles=1, num_texts=1, text_steps=4, variants=variants, byte_budgets=(0.25, 0.9))
     session = Session.open(backend="numpy", kv_dtype="bfloat16")
     results = [(kind, *tally_document(session, plan, kind, index)) for kind, index in plan.documents()]
     cells = {(cell.method, cell.byte_budget): cell for cell in table_cells(plan, session.spec.head_dim, results)}

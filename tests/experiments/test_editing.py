@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_models
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from experiments.editing import edits
@@ -56,7 +56,7 @@ def test_the_first_layer_is_that_of_the_edited_text(session: Session, name: str)
 
 def test_a_text_that_was_not_edited_has_the_logits_of_a_prefill(session: Session) -> None:
     got = logits(session, edits.prefilled(session, TOKENS[:-3]), TOKENS[-3:])
-    cache, pool = session.cache(Store(), len(TOKENS))
+    cache, pool = session.cache(CacheConfig(), len(TOKENS))
     sequence, _ = pool.open()
     slots, _ = pool.append(sequence, TOKENS)
     _, want = session.decoder.prefill(cache, np.array(TOKENS), slots, pool.table([sequence])[0], len(TOKENS))

@@ -15,7 +15,7 @@ from experiments.grid.run import main as grid_command
 
 # torch and MLX need seconds to import: the oracle's own loop is enough to test a file
 SMALL = ["--backend", "numpy", "--device", "cpu", "--needles", 1, "--texts", 1, "--text-steps", 4, "--audit-every", 2]
-AXES = {"context": [288, 320], "method": ["rq", "ball", "jl"], "budget": [0.5, 0.9], "group_tokens": 16}
+AXES = {"context": [288, 320], "method": ["rq", "ball", "jl"], "budget": [0.5, 0.9], "group_size": 16}
 
 
 def arguments(model: Path, out: Path, axes: Any, *more: object) -> list[str]:
@@ -80,12 +80,17 @@ def test_a_mistake_in_a_grid_file_is_one_line(tmp_path: Path, data: Any, words: 
 def test_settings_become_the_config_they_name() -> None:
     setting = Setting(8192, 1, "jl", "threshold", dim=4, alpha=1.05, last_n=4, group_blocks=8, budget=0.25)
     config = config_of(setting, None)
-    assert (config.store.S, config.store.dim, config.read.alpha, config.read.last_tokens) == (128, 4, 1.05, 512)
-    assert config.read.top_pages == 16  # a quarter of 8,192 tokens in groups of 128
+    assert (
+        config.cache_config.S,
+        config.cache_config.dim,
+        config.selection_config.alpha,
+        config.selection_config.num_recent_tokens,
+    ) == (128, 4, 1.05, 512)
+    assert config.selection_config.top_pages == 16  # a quarter of 8,192 tokens in groups of 128
     modes = (("gate", "dense"), ("window", "gate"))
-    assert config_of(replace(setting, heads="retrieval"), modes).read.head_modes == modes
-    assert config_of(setting, modes).read.head_modes is None
-    assert config_of(Setting(method="rq", strict=True), None).store.bound_bits == 8
+    assert config_of(replace(setting, heads="retrieval"), modes).selection_config.head_modes == modes
+    assert config_of(setting, modes).selection_config.head_modes is None
+    assert config_of(Setting(method="rq", strict=True), None).cache_config.bound_bits == 8
 
 
 def test_what_a_cell_measures(finished: Path) -> None:
@@ -97,17 +102,17 @@ def test_what_a_cell_measures(finished: Path) -> None:
         assert cell["skipped"] is None
         # all bytes are in the ratio, and what is read is what is visited
         assert cell["bytes_ratio"] == pytest.approx(cell["kv_ratio"] + cell["summary_ratio"])
-        assert 0 < cell["forced_ratio"] <= cell["visit_ratio"] <= 1
-        assert cell["kv_ratio"] == pytest.approx(cell["visit_ratio"], abs=0.05)
-        assert len(cell["visit_ratio_by_layer_and_head"]) == 2
+        assert 0 < cell["always_selected_ratio"] <= cell["selected_ratio"] <= 1
+        assert cell["kv_ratio"] == pytest.approx(cell["selected_ratio"], abs=0.05)
+        assert len(cell["selected_ratio_by_layer_and_head"]) == 2
         assert cell["num_positions"] == 4 and cell["kl_mean"] >= 0 and cell["num_needles"] == 1
         assert cell["needles_answered"] == cell["needles_dense"] - cell["needles_lost"] + cell["needles_gained"]
         for clock in ("decode_ms_p50", "decode_ms_p95", "dense_decode_ms_p50", "dense_decode_ms_p95", "prepass_ms_p50"):
             assert cell[clock] > 0
         assert cell["timed_steps"] == 1  # of 4 neither the two warm-up steps nor the two audits
-        assert 0 <= cell["mass_skipped_true_max"] <= 1 and cell["mass_skipped_est_mean"] is not None
+        assert 0 <= cell["skipped_mass_true_max"] <= 1 and cell["skipped_mass_mean"] is not None
         bounded = cell["method"] == "ball"
-        assert (cell["mass_skipped_cert_max"] is not None) == bounded and bool(cell["mass_pairs"]) == bounded
+        assert (cell["skipped_mass_bound_max"] is not None) == bounded and bool(cell["mass_pairs"]) == bounded
         assert all(true <= cert + 1e-6 for cert, true in cell["mass_pairs"])
     # dense steps are timed in turn with each cell's own: a machine's speed wanders from minute to minute
     assert len({cell["dense_decode_ms_p50"] for cell in rest}) == len(rest)
@@ -123,7 +128,7 @@ def test_reading_every_group_changes_nothing(model: Path, tmp_path: Path) -> Non
     out = tmp_path / "r.jsonl"
     run(model, out, {"context": 288, "method": "rq", "budget": 1.0, "batch": [1, 2]}, "--needles", 2)
     for cell in cells_of(out):
-        assert cell["visit_ratio"] == 1 and cell["kl_mean"] < 1e-9 and cell["top1_agreement"] == 1
+        assert cell["selected_ratio"] == 1 and cell["kl_mean"] < 1e-9 and cell["top1_agreement"] == 1
         assert cell["needles_lost"] == cell["needles_gained"] == 0
         assert cell["num_positions"] == 4 * cell["batch"]
 

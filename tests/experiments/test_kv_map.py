@@ -42,13 +42,13 @@ def test_a_run_prints_tables_and_writes_a_line_for_each_arm(model: Path, tmp_pat
             "--device", "cpu", "-o", "map.jsonl"]  # fmt: skip
     done = outcome(line, tmp_path, main=RUN)
     assert done.code in (None, 0), done.err
-    first, *arms = [json.loads(one) for one in (tmp_path / "map.jsonl").read_text().splitlines()]
+    first, *variants = [json.loads(one) for one in (tmp_path / "map.jsonl").read_text().splitlines()]
     assert first["type"] == "run" and first["kind"] == "kv_map" and first["num_steps"] == 4
-    assert [(one["k_bits"], one["v_bits"], one["layer"]) for one in arms] == [
+    assert [(one["k_bits"], one["v_bits"], one["layer"]) for one in variants] == [
         (*bits, layer) for bits in pairs_of(16) for layer in (None, 0, 1)
     ]
     last = json.loads(done.out.splitlines()[-1])
-    assert last["arms"] == [one for one in arms if one["layer"] is None]
+    assert last["arms"] == [one for one in variants if one["layer"] is None]
     assert "K 8, V nvfp4" in done.out and "layer 1" in done.out
     assert "plot" not in done.out and not list(tmp_path.glob("*.svg"))
     assert outcome(line[:-2], tmp_path, main=RUN).out.splitlines()[:-1] == done.out.splitlines()[:-1]

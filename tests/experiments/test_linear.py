@@ -7,7 +7,7 @@ import pytest
 
 from eps_core.decode.session import Session
 from experiments.linear.states import Recurrent, State
-from experiments.memory.composition import Arm, Plan, markdown, records, table_cells, tally_document
+from experiments.memory.composition import Plan, Variant, markdown, records, table_cells, tally_document
 
 STATES = (State(), State(gamma=0.9), State("favor", 48), State("favor", 16, 0.95, seed=3))
 
@@ -58,7 +58,9 @@ def test_many_random_features_are_softmax() -> None:
 
 def test_a_table_of_states_reads_the_same_bytes_at_every_step(model: Path) -> None:
     session = Session.open(model, "numpy")
-    plan = Plan(60, num_needles=0, num_texts=1, text_steps=4, arms=(Arm(state=State("favor", 24, 0.9)), Arm()))
+    plan = Plan(
+        60, num_needles=0, num_texts=1, text_steps=4, variants=(Variant(state=State("favor", 24, 0.9)), Variant())
+    )
     results = [(kind, *tally_document(session, plan, kind, index)) for kind, index in plan.documents()]
     cells = table_cells(plan, session.spec.head_dim, results)
     spec = session.spec

@@ -4,42 +4,54 @@ import json
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
-from eps_core.evict.keep import Keep
-from eps_core.evict.table import POLICIES
+from eps_core.eviction.config import EvictionConfig
+from eps_core.eviction.table import POLICIES
 from eps_core.models.config import DEMO_MODEL
 from eps_core.report import kept
 from experiments.kv_formats import rewrites
-from experiments.memory.composition import EVERY, SHARES, Arm, Plan, arms, records, table_cells, tally_document
+from experiments.memory.composition import EVERY, SHARES, Plan, Variant, records, table_cells, tally_document, variants
 
 
 def test_the_arms_of_a_table() -> None:
-    found, whole = arms((0.5, 0.25)), [name for name in POLICIES if POLICIES[name].FACTS.prompt]
-    assert not set(whole) & {arm.keep.policy for arm in found}, "of these a share says nothing"
-    assert len(set(found)) == len(found) == len(arms()) - 2 * (len(POLICIES) - len(whole)) and len(SHARES) == 4
+    found, whole = variants((0.5, 0.25)), [name for name in POLICIES if POLICIES[name].SPEC.prompt]
+    assert not set(whole) & {variant.keep.policy for variant in found}, "of these a share says nothing"
+    assert len(set(found)) == len(found) == len(variants()) - 2 * (len(POLICIES) - len(whole)) and len(SHARES) == 4
     by_family: dict[str, int] = {}
-    for arm in found:
-        name = kept.family({"policy": arm.keep.policy, "kv_bits": list(arm.kv_bits), "method": arm.config.store.method})
+    for variant in found:
+        name = kept.family(
+            {
+                "policy": variant.keep.policy,
+                "kv_bits": list(variant.kv_bits),
+                "method": variant.config.cache_config.method,
+            }
+        )
         by_family[name] = by_family.get(name, 0) + 1
-    others = {kept.family({"rewrite": arm.rewrite, "method": arm.config.store.method}) for arm in rewrites.arms()}
+    others = {
+        kept.family({"rewrite": variant.rewrite, "method": variant.config.cache_config.method})
+        for variant in rewrites.variants()
+    }
     others.add(kept.family({"state": {}}))
     assert {*by_family, *others} == set(kept.FAMILIES), "every family is measured"
-    assert all(arm.keep.share == 0.5 for arm in found if arm.keep.enabled and arm.config.store.enabled)
-    assert all(arm.keep.every == EVERY for arm in found if arm.keep.enabled)
+    assert all(
+        variant.keep.share == 0.5 for variant in found if variant.keep.enabled and variant.config.cache_config.enabled
+    )
+    assert all(variant.keep.every == EVERY for variant in found if variant.keep.enabled)
 
 
 def test_bytes_are_of_a_dense_cache_of_16_bits() -> None:
-    """Codes keep and read codes and scales; the same arm over 16 bits reads and keeps what it did."""
+    """Codes keep and read codes and scales; the same variant over 16 bits reads and keeps what it did."""
     session = Session.open(DEMO_MODEL, "numpy", "cpu", "float32", "bfloat16")
-    some = (Arm(), Arm(kv_bits=(8, 8)), Arm(Keep("streaming", 0.5, 0)), Arm(Keep("streaming", 0.5, 0), kv_bits=(8, 8)),
-            Arm(config=EpsConfig.of(method="rq", budget=0.2), kv_bits=(8, 8)))  # fmt: skip
-    plan = Plan(160, 0, 1, 6, seed=0, arms=some)
+    some = (Variant(), Variant(kv_bits=(8, 8)), Variant(EvictionConfig("streaming", 0.5, 0)),
+            Variant(EvictionConfig("streaming", 0.5, 0), kv_bits=(8, 8)),
+            Variant(config=EpsConfig.of(method="rq", budget=0.2), kv_bits=(8, 8)))  # fmt: skip
+    plan = Plan(160, 0, 1, 6, seed=0, variants=some)
     results = [(kind, *tally_document(session, plan, kind, index)) for kind, index in plan.documents()]
-    plain, coded, evicted, both, gated = table_cells(plan, session.spec.head_dim, results)
+    plain, coded, evicted, both, sparse = table_cells(plan, session.spec.head_dim, results)
     ratio = (session.spec.head_dim + 2) / (2 * session.spec.head_dim)  # an int8 code a number and a float16 a row
     assert plain.bytes_ratio == plain.bytes_kept_ratio == 1.0 and plain.kl_mean == 0.0
     assert coded.bytes_ratio == coded.bytes_kept_ratio == ratio and coded.kl_mean > 0
     assert evicted.bytes_ratio is not None and both.bytes_ratio == evicted.bytes_ratio * ratio
     assert evicted.bytes_kept_ratio is not None and both.bytes_kept_ratio == evicted.bytes_kept_ratio * ratio
-    assert gated.bytes_kept_ratio is not None and gated.bytes_kept_ratio > ratio, "summaries are kept beside codes"
-    (line, *_) = records([gated])
+    assert sparse.bytes_kept_ratio is not None and sparse.bytes_kept_ratio > ratio, "summaries are kept beside codes"
+    (line, *_) = records([sparse])
     assert json.loads(json.dumps(line))["kv_bits"] == [8, 8]

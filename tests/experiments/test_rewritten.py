@@ -6,19 +6,19 @@ from dataclasses import asdict
 from eps_core.decode.session import Session
 from eps_core.models.config import DEMO_MODEL
 from experiments.kv_formats import rewrites
-from experiments.kv_formats.rewrites import OFF, Arm, Plan
+from experiments.kv_formats.rewrites import OFF, Plan, Variant
 from experiments.memory import composition as memory
 
 
 def test_a_table_of_one_text_and_one_needle() -> None:
     session = Session.open(DEMO_MODEL, "cuda", "cpu", "float32", "bfloat16")
-    arms = (
-        Arm("per-channel", (("bits", 4),)),
-        Arm("dmc", (("tau", 1.0),)),
-        Arm("dar", (("part", 1 / 64), ("window", 0))),
-        Arm(OFF),
+    variants = (
+        Variant("per-channel", (("bits", 4),)),
+        Variant("dmc", (("tau", 1.0),)),
+        Variant("dar", (("part", 1 / 64), ("window", 0))),
+        Variant(OFF),
     )
-    plan = Plan(320, 1, 2, 4, seed=1, arms=arms)
+    plan = Plan(320, 1, 2, 4, seed=1, variants=variants)
     results = [(kind, *rewrites.tally_document(session, plan, kind, index)) for kind, index in plan.documents()]
     cells = rewrites.table_cells(plan, session.spec.head_dim, results)
     assert [cell.rewrite for cell in cells] == ["per-channel", "dmc", "dar", OFF]

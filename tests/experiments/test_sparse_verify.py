@@ -6,15 +6,15 @@ import numpy as np
 import tiny_models
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import GREEDY, Document
 from experiments.grid.grid_verified import decode_both
 from experiments.sparse_verify import sparse_verify
 from experiments.sparse_verify.sparse_verify import Plan, Sparse, decode_sparse
 
-CONFIG = EpsConfig.of(method="box", group_tokens=4, budget=0.3, first_tokens=2, last_tokens=4)
-VERIFY = Verify("tokens", draft=4)
+CONFIG = EpsConfig.of(method="box", group_size=4, budget=0.3, num_sink_tokens=2, num_recent_tokens=4)
+VERIFY = SpeculativeConfig("tokens", draft=4)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -41,8 +41,8 @@ def test_reading_every_token_is_verified_decoding(model: Path) -> None:
 
 def test_a_table_counts_texts_that_are_not_the_dense_ones(model: Path) -> None:
     session = Session.open(model, "numpy")
-    arms = (None, Sparse(1.0), Sparse(0.05, first_tokens=1, last_tokens=1))
-    plan = Plan(60, num_needles=0, num_texts=2, text_steps=16, arms=arms, config=CONFIG, verify=VERIFY)
+    variants = (None, Sparse(1.0), Sparse(0.05, num_sink_tokens=1, num_recent_tokens=1))
+    plan = Plan(60, num_needles=0, num_texts=2, text_steps=16, variants=variants, config=CONFIG, verify=VERIFY)
     results = [(kind, *sparse_verify.tally_document(session, plan, kind, index)) for kind, index in plan.documents()]
     exact, whole, few = sparse_verify.table_cells(plan, session.spec.head_dim, results)
     assert (exact["documents_equal"], whole["documents_equal"]) == (2, 2) > (few["documents_equal"],)

@@ -29,9 +29,9 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
             *(
                 cell(**other, needles_answered=0)
                 for other in (
-                    {"refine": 0.125}, {"tail_tokens": 64}, {"guards": [16, 128]}, {"scope": "union"},
+                    {"rescore": 0.125}, {"correction_tokens": 64}, {"sink_recent": [16, 128]}, {"scope": "union"},
                     {"bound_bits": 8}, {"setting": {"first_n": 2}}, {"mean_tokens": 32},
-                    {"stages": [0.25]},
+                    {"cascade": [0.25]},
                 )
             ),
         ],
@@ -63,21 +63,25 @@ def task(config: EpsConfig, change: float, dense: float = 0.9, **values: Any) ->
         EpsConfig.of(method="rq", budget=0.05),
         EpsConfig.of(method="rq"),
         EpsConfig.of(method="rq", policy="threshold", top_pages=64),
-        EpsConfig.of(method="box", group_tokens=16, first_tokens=4),
+        EpsConfig.of(method="box", group_size=16, num_sink_tokens=4),
     ],
 )
 def test_what_tasks_lose_counts_as_quality(config: EpsConfig) -> None:
-    arm = cell(config=config.to_dict())
-    assert decide([arm], [task(config, -0.01), task(config, 0.006, dense=0.8)]).outcome == SHIP
-    lost = decide([arm], [task(config, -0.01), task(config, 0.002)])
+    variant = cell(config=config.to_dict())
+    assert decide([variant], [task(config, -0.01), task(config, 0.006, dense=0.8)]).outcome == SHIP
+    lost = decide([variant], [task(config, -0.01), task(config, 0.002)])
     assert lost.outcome == ITERATE and "loses 0.40 points" in lost.reasons[0]
     # of other settings, of another context or model, or failed by dense itself
-    for other in (config.replace(budget=0.1), config.replace(tail_tokens=0), config.replace(last_tokens=1024)):
-        assert other == config or decide([arm], [task(other, -0.5)]).outcome == SHIP
+    for other in (
+        config.replace(budget=0.1),
+        config.replace(correction_tokens=0),
+        config.replace(num_recent_tokens=1024),
+    ):
+        assert other == config or decide([variant], [task(other, -0.5)]).outcome == SHIP
     for values in ({"context_tokens": 16384}, {"model": "another"}):
-        assert decide([arm], [task(config, -0.5, **values)]).outcome == SHIP
-    assert decide([arm], [task(config, -0.09, dense=0.09)]).outcome == SHIP
-    assert decide([{**arm, "num_needles": 0}], [task(config, 0.0)]).outcome == SHIP
+        assert decide([variant], [task(config, -0.5, **values)]).outcome == SHIP
+    assert decide([variant], [task(config, -0.09, dense=0.09)]).outcome == SHIP
+    assert decide([{**variant, "num_needles": 0}], [task(config, 0.0)]).outcome == SHIP
     assert decide([cell()], [{**task(config, -0.5), "config": None}]).outcome == SHIP
 
 

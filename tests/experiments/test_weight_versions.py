@@ -11,7 +11,7 @@ from eps_core.errors import ConfigError
 from experiments.weight_versions.versions import decode_across, with_weights
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. "
-BOX = EpsConfig.of(method="box", group_tokens=4, first_tokens=4, last_tokens=8, budget=0.3)
+BOX = EpsConfig.of(method="box", group_size=4, num_sink_tokens=4, num_recent_tokens=8, budget=0.3)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import transformers
 
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import needle_document
-from eps_cuda.hooks.vllm.adapter import spare_llvmlite
-from eps_cuda.hooks.vllm.runtime import Runtime, runtime_of
+from eps_cuda.integrations.vllm.adapter import spare_llvmlite
+from eps_cuda.integrations.vllm.runtime import Runtime, runtime_of
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "eps_core" / "demo_model"
-EXTENSION = "eps_cuda.hooks.vllm.worker.EpsWorker"
+EXTENSION = "eps_cuda.integrations.vllm.worker.EpsWorker"
 FAMILIES = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
@@ -49,7 +49,7 @@ def save(name: str, path: Path) -> Path:
 
 @contextmanager
 def engine(path: Path, eps: dict[str, Any] | None = None, **more: Any) -> Iterator[Any]:
-    """vLLM's `LLM`, let go of afterwards."""
+    """vLLM's `LLM`, evict afterwards."""
     from vllm import LLM
 
     arguments: dict[str, Any] = {

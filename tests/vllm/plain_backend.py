@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from eps_cuda.hooks.vllm.backends import hooked
-from eps_cuda.hooks.vllm.blocks import StridedBlocks
-from eps_cuda.hooks.vllm.rows import StridedRows
+from eps_cuda.integrations.vllm.backends import hooked
+from eps_cuda.integrations.vllm.blocks import StridedBlocks
+from eps_cuda.integrations.vllm.rows import StridedRows
 
 CALLS: list[int] = []  # tokens of context that each call of the kernel was given
 

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from engines import runtime
 
-from eps_cuda.hooks.vllm.forward import on_host
+from eps_cuda.integrations.vllm.forward import on_host
 from eps_cuda.summaries.table import build_summary
 
-GROUPS = 16  # of each row and layer that are looked at in a step, drawn anew; each with all that share its mean
+GROUPS = 16  # of each row and layer that are looked at in a step, drawn again; each with all that share its mean
 
 
 class Shadow:
@@ -29,25 +29,25 @@ class Shadow:
             slots = on_host(slot_mapping).astype(np.int64)
             cache = runtime.cache
             if place not in self.keys:
-                tokens = cache.spec.num_units * cache.store.unit_tokens
+                tokens = cache.spec.num_units * cache.cache_config.unit_tokens
                 self.keys[place] = torch.full((tokens, *key.shape[1:]), torch.nan, dtype=cache.k[place].dtype)
             real = torch.from_numpy(slots >= 0)
             self.keys[place][torch.from_numpy(slots)[real]] = key[real].to(cache.k[place].dtype)
             write(runtime, place, key, value, slot_mapping, stock)
 
-        def watched_attend(place: int, q: Any, where: Any, dense: Any) -> Any:
-            out = attend(place, q, where, dense)
-            self.check(place, where)
+        def watched_attend(place: int, q: Any, plan: Any, dense: Any) -> Any:
+            out = attend(place, q, plan, dense)
+            self.check(place, plan)
             return out
 
         route.write = watched_write
         self.runtime.attend = watched_attend  # type: ignore[method-assign]
 
-    def check(self, place: int, where: Any) -> None:
+    def check(self, place: int, plan: Any) -> None:
         self.layer_steps += 1
         cache, keys = self.runtime.cache, self.keys[place]
-        size, per_unit = cache.store.sealed_tokens, cache.store.seals_per_unit
-        for units, length in zip(where.table, where.lengths.tolist(), strict=True):
+        size, per_unit = cache.cache_config.span_tokens, cache.cache_config.spans_per_unit
+        for units, length in zip(plan.table, plan.lengths.tolist(), strict=True):
             index = self.rng.integers(0, max(length // size, 1), GROUPS)
             index[0] = max(length // size - 1, 0)  # the group that filled last
             groups = units[index // per_unit].astype(np.int64) * per_unit + index % per_unit
@@ -61,7 +61,7 @@ class Shadow:
             gap = (stored.float() - rows.transpose(1, 2).float()).abs().nan_to_num(torch.inf)
             self.largest = max(self.largest, float(gap.max()))
             self.lacking += int((~cache.state[place].valid(groups)).sum())
-            wanted = build_summary(cache.store, cache.constants(place), rows.transpose(1, 2))
+            wanted = build_summary(cache.cache_config, cache.constants(place), rows.transpose(1, 2))
             for name in ("codes", "second"):
                 found = cache.summaries[place][name][torch.from_numpy(at), :, torch.from_numpy(sub)]
                 self.wrong += int((found != wanted[name]).flatten(2).any(dim=-1).sum())

@@ -75,13 +75,13 @@ def test_everything_visited_by_the_stock_kernel_is_stock_bit_for_bit(
     with engines.engine(models[name], settings, dtype=dtype) as llm:
         assert engines.say(llm, asked()) == stock[f"{name} {dtype}"]
         found = engines.stats(llm)
-        assert found["steps"] > 20 and found["groups_visited"] == found["groups_total"] > 0
+        assert found["steps"] > 20 and found["groups_selected"] == found["groups_total"] > 0
         # through the compacted tables too, where every block is listed: nothing is skipped, and nothing changes
         engines.runtime(llm).set(policy="threshold", top_pages=10_000)
         llm.reset_prefix_cache()
         assert engines.say(llm, asked()) == stock[f"{name} {dtype}"]
         again = engines.stats(llm)
-        assert again["steps"] > found["steps"] and again["groups_visited"] == again["groups_total"]
+        assert again["steps"] > found["steps"] and again["groups_selected"] == again["groups_total"]
         assert again["bytes_summary_read"] > 0 and not again["fallbacks"]
 
 
@@ -92,7 +92,7 @@ def test_everything_visited_by_our_rows_says_the_same(
     with engines.engine(models[name], {"method": "rq", "budget": 1.0}, dtype=dtype) as llm:
         said = engines.say(llm, asked())
         found = engines.stats(llm)
-        assert found["groups_visited"] == found["groups_total"] > 0 and found["bytes_ratio"] == 1.0
+        assert found["groups_selected"] == found["groups_total"] > 0 and found["bytes_ratio"] == 1.0
         assert not found["fallbacks"] and not found["failed_writes"]
     near = 2e-4 if dtype == "float32" else 0.15
     for (tokens, best), (wanted, wanted_best) in zip(said, stock[f"{name} {dtype}"], strict=True):

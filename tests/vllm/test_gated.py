@@ -1,4 +1,4 @@
-"""Gated inside vLLM: what our own decoder does with the same settings, needle by needle and list by list."""
+"""Sparse inside vLLM: what our own decoder does with the same settings, needle by needle and list by list."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from eps_core.decode import layers as layers_module
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
-from eps_core.paging.pool import PagePool
+from eps_core.kv_cache.pool import PagePool
 
 NEW_TOKENS = 12
 
@@ -26,7 +26,7 @@ def own_decoder(
     config = EpsConfig.of(**settings)
     logits: list[np.ndarray] = []
     lists: list[list[list[np.ndarray]]] = []
-    real = layers_module.attend_layer
+    real = layers_module.sparse_attention
 
     def watched(eps: Any, cache: Any, layer: int, *args: Any, **more: Any) -> Any:
         out, read = real(eps, cache, layer, *args, **more)
@@ -37,13 +37,13 @@ def own_decoder(
         lists[-1].append([head[:count] for head, count in zip(groups, counts, strict=True)])
         return out, read
 
-    monkeypatch.setattr(layers_module, "attend_layer", watched)
-    spec = session.cache_spec(config.store, len(prompt) + NEW_TOKENS)
-    cache = session.decoder.eps.new_cache(spec, config.store, "cpu", "numba")
-    pool = PagePool(spec.num_units, config.store.unit_tokens)
+    monkeypatch.setattr(layers_module, "sparse_attention", watched)
+    spec = session.cache_spec(config.cache_config, len(prompt) + NEW_TOKENS)
+    cache = session.decoder.backend.new_cache(spec, config.cache_config, "cpu", "numba")
+    pool = PagePool(spec.num_units, config.cache_config.unit_tokens)
     for record in generate(
-        session.decoder, cache, pool, [[*prompt, tokens[0]]], len(tokens) - 1, Sampling(), config.read,
-        prefill_chunk=256, forced_tokens=[tokens[1:]], keep_logits=True,
+        session.decoder, cache, pool, [[*prompt, tokens[0]]], len(tokens) - 1, Sampling(), config.selection_config,
+        prefill_chunk=256, always_selected_tokens=[tokens[1:]], keep_logits=True,
     ):  # fmt: skip
         logits.append(record.logits[0])
     monkeypatch.undo()
@@ -54,25 +54,25 @@ def own_decoder(
     "settings",
     [
         # rq rounds queries: one that is rounded otherwise, as one of other products may be, moves whole estimates
-        {"method": "meanstd", "budget": 0.1, "tail_tokens": 64},
-        {"method": "meanstd", "budget": 0.05, "scope": "union", "tail_tokens": 64},
-        {"method": "box", "budget": 0.2, "tail_tokens": 0},
-        {"method": "moments", "group_tokens": 16, "epsilon": 0.05, "strict": True},
+        {"method": "meanstd", "budget": 0.1, "correction_tokens": 64},
+        {"method": "meanstd", "budget": 0.05, "scope": "union", "correction_tokens": 64},
+        {"method": "box", "budget": 0.2, "correction_tokens": 0},
+        {"method": "moments", "group_size": 16, "epsilon": 0.05, "strict": True},
     ],
     ids=lambda settings: settings["method"] + settings.get("scope", ""),
 )
 def test_steps_are_those_of_our_own_decoder(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     [prompt], _ = engines.needles(1500)
     with engines.engine(engines.DEMO, settings) as llm:
-        gated = engines.runtime(llm).gated
-        assert gated is not None
-        gated.keep_lists = True
+        sparse = engines.runtime(llm).sparse
+        assert sparse is not None
+        sparse.keep_lists = True
         [(tokens, best)] = engines.say(llm, [prompt], NEW_TOKENS)
         found = engines.stats(llm)
-        lists = gated.lists
+        lists = sparse.lists
     logits, wanted = own_decoder(settings, prompt, tokens, monkeypatch)
     assert len(wanted) == len(lists) == len(logits) == found["steps"] == NEW_TOKENS - 1
-    same = visited = 0
+    same = selected = 0
     for step, layers in enumerate(wanted):
         # the first token comes from the prefill
         mine, theirs = best[step + 1], logits[step] - np.logaddexp.reduce(logits[step].astype(np.float64))
@@ -82,9 +82,9 @@ def test_steps_are_those_of_our_own_decoder(settings: dict[str, Any], monkeypatc
             assert rows is not None
             for head, groups in enumerate(heads):
                 same += len(np.intersect1d(rows[0][head], groups, assume_unique=True))
-                visited += max(len(rows[0][head]), len(groups))
+                selected += max(len(rows[0][head]), len(groups))
     # K comes from other matrix products, equal to rounding: a sign of a code may turn, and two groups change places
-    assert same >= 0.998 * visited, f"{visited - same} of {visited} groups differ"
+    assert same >= 0.998 * selected, f"{selected - same} of {selected} groups differ"
 
 
 def test_needles_are_answered_dense_and_gated() -> None:
@@ -94,7 +94,7 @@ def test_needles_are_answered_dense_and_gated() -> None:
         said = engines.say(llm, asked, 6, logprobs=None)
         found = engines.stats(llm)
         assert [engines.text(tokens)[:5] for tokens, _ in said] == answers
-        assert 0.05 < found["bytes_ratio"] < 0.1 and found["groups_visited"] < 0.06 * found["groups_total"]
+        assert 0.05 < found["bytes_ratio"] < 0.1 and found["groups_selected"] < 0.06 * found["groups_total"]
         assert not found["fallbacks"] and found["rows"] == 4 * 5
         # from the prefix cache now, with the summaries that lie beside it
         llm.collective_rpc("eps_reset")
@@ -112,13 +112,13 @@ def test_coarse_groups_through_the_stock_kernel(dtype: str) -> None:
     asked, answers = engines.needles(3000, 2500)
     settings = {"method": "meanstd", "route": "stock", "budget": 0.4}
     with engines.engine(engines.DEMO, settings, dtype=dtype, max_model_len=4096) as llm:
-        gated = engines.runtime(llm).gated
-        assert gated is not None
-        gated.keep_lists = True
+        sparse = engines.runtime(llm).sparse
+        assert sparse is not None
+        sparse.keep_lists = True
         said = engines.say(llm, asked, 6, logprobs=None)
         found = engines.stats(llm)
         assert not found["fallbacks"] and 0.3 < found["bytes_ratio"] < 0.6
-        for step in gated.lists:
+        for step in sparse.lists:
             for rows in step.values():
                 assert rows is not None
                 for heads in rows:

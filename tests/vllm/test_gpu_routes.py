@@ -9,7 +9,7 @@ from shadow import Shadow
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
-from eps_cuda.hooks.vllm import register
+from eps_cuda.integrations.vllm import register
 
 
 @pytest.fixture(autouse=True)

@@ -72,12 +72,12 @@ def test_off_and_on_again_reads_what_it_missed_once() -> None:
     asked, _ = engines.needles(1500, 1100)
 
     def lists(llm: Any) -> Any:
-        gated = engines.runtime(llm).gated
-        assert gated is not None
-        gated.keep_lists = True
+        sparse = engines.runtime(llm).sparse
+        assert sparse is not None
+        sparse.keep_lists = True
         said = engines.say(llm, asked, 8, logprobs=None)
         engines.stats(llm)
-        return said, gated.lists
+        return said, sparse.lists
 
     first = engines.prompts(300, seed=7)
     with engines.engine(engines.DEMO, RQ) as llm:
@@ -117,7 +117,7 @@ def test_knobs_turn_while_it_runs_and_what_is_kept_does_not() -> None:
             engines.say(llm, asked, 6, logprobs=None)
             ratios.append(engines.stats(llm)["bytes_ratio"])
         assert 0.1 < ratios[0] < 0.15 < 0.3 < ratios[1] < 0.4
-        for wrong in ({"group_tokens": 4}, {"budget": -1.0}, {"budgets": 0.1}, {"kernels": "arrays"}):
+        for wrong in ({"group_size": 4}, {"budget": -1.0}, {"budgets": 0.1}, {"kernels": "arrays"}):
             with pytest.raises(Exception, match=r"begin|began|budget|fixed"):
                 llm.collective_rpc("eps_set", kwargs=wrong)
         text = llm.collective_rpc("eps_metrics")[0]
@@ -141,7 +141,7 @@ def test_a_fault_in_eps_is_dense_counted_and_loud(
         llm.collective_rpc("eps_set", kwargs={"on": True})
         llm.collective_rpc("eps_reset")
         with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "eps"):
-            patched.setattr("eps_cuda.kernels.cpu.KERNELS.attend_gated.run", broken)
+            patched.setattr("eps_cuda.kernels.cpu.KERNELS.attend_fused.run", broken)
             assert engines.say(llm, asked, 8, logprobs=None) == dense
         found = engines.stats(llm)
         assert found["fallbacks"] == {"error": 4 * found["rows"]} and found["bytes_ratio"] == 1.0
@@ -176,11 +176,11 @@ def test_blocks_that_only_the_stock_kernel_reads_survive_the_same() -> None:
                 seen[place, slot] = key[row].clone()
             write(owner, place, key, value, slot_mapping, stock)
 
-        def watched_attend(place: int, q: Any, where: Any, dense: Any) -> Any:
+        def watched_attend(place: int, q: Any, plan: Any, dense: Any) -> Any:
             nonlocal checked
-            out = attend(place, q, where, dense)
-            cache, size = runtime.cache, where.config.store.S
-            for units, length in zip(where.table, where.lengths.tolist(), strict=True):
+            out = attend(place, q, plan, dense)
+            cache, size = runtime.cache, plan.config.cache_config.S
+            for units, length in zip(plan.table, plan.lengths.tolist(), strict=True):
                 unit = int(units[rng.integers(0, length // size)])
                 if cache.state[place].valid(np.array([unit]))[0]:
                     checked += 1

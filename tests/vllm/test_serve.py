@@ -18,9 +18,9 @@ import openai
 import pytest
 
 SERVE = (
-    "import sys; from pathlib import Path; from eps_core.engine.settings import Settings; from eps_core.load import "
-    "load_engine; sys.exit(load_engine('vllm').serve(Path({path!r}), Settings.of({settings!r}), '127.0.0.1', {port}, "
-    "{more!r}))"
+    "import sys; from pathlib import Path; from eps_core.integrations.settings import Settings; "
+    "from eps_core.load import load_engine; sys.exit(load_engine('vllm').serve(Path({path!r}), "
+    "Settings.of({settings!r}), '127.0.0.1', {port}, {more!r}))"
 )
 ASK = (
     "import openai; print(openai.OpenAI(base_url={url!r} + '/v1', api_key='none').completions.create(model={model!r}, "
@@ -88,7 +88,7 @@ class Server:
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that cannot gate; it takes its time to say so, beside the other one."""
-    one = Server(tmp_path_factory.mktemp("refused"), {"method": "meanstd", "group_tokens": 128}, MORE)
+    one = Server(tmp_path_factory.mktemp("refused"), {"method": "meanstd", "group_size": 128}, MORE)
     yield one
     one.end()
 

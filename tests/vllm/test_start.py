@@ -9,8 +9,8 @@ import engines
 import pytest
 
 from eps_core.errors import ConfigError
-from eps_cuda.hooks import vllm as hook
-from eps_cuda.hooks.vllm.asked import Asked, asked, fitted, refusals
+from eps_cuda.integrations import vllm as hook
+from eps_cuda.integrations.vllm.asked import Asked, asked, fitted, refusals
 
 RQ = {"method": "rq", "budget": 0.1}
 
@@ -26,7 +26,7 @@ def test_layers_that_cannot_be_gated_stay_dense_by_name(
     with engines.engine(models["gemma3"], {"method": "rq", "budget": 1.0}) as llm:
         said = engines.say(llm, prompts)
         found = engines.stats(llm)
-        assert found["layers_gated"] == [1, 3]
+        assert found["sparse_layers"] == [1, 3]
         assert found["layers_dense"] == {"0": "sliding window", "2": "sliding window"}
         llm.collective_rpc("eps_set", kwargs={"budget": 0.1})
         llm.collective_rpc("eps_reset")
@@ -52,7 +52,7 @@ def test_layers_that_cannot_be_gated_stay_dense_by_name(
         ("demo", RQ | {"route": "stock"}, {}, "route stock has no softmax mass"),
         (
             "demo",
-            {"method": "meanstd", "group_tokens": 128},
+            {"method": "meanstd", "group_size": 128},
             {},
             "no multiple of EPS's units of 128 .*--block-size 128",
         ),
@@ -130,15 +130,15 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     ("block", "unit"), [(32, 32), (64, 64), (96, 32), (128, 64), (160, 32), (192, 64), (224, 32), (256, 64), (320, 64)]
 )
 def test_units_divide_the_blocks_of_the_server(block: int, unit: int) -> None:
-    assert fitted(Asked(dict(RQ), "rows"), block).config.store.unit_tokens == unit
-    big = fitted(Asked({**RQ, "group_tokens": 16}, "rows"), 192).config.store
+    assert fitted(Asked(dict(RQ), "rows"), block).config.cache_config.unit_tokens == unit
+    big = fitted(Asked({**RQ, "group_size": 16}, "rows"), 192).config.cache_config
     assert (big.S, big.unit_tokens) == (16, 64)
 
 
 def test_codes_speak_of_means_that_a_block_holds() -> None:
     for block in (32, 64):
-        store = fitted(Asked(dict(RQ), "rows"), block).config.store
-        assert block % store.unit_tokens == 0 and store.mean_tokens == block
+        cache_config = fitted(Asked(dict(RQ), "rows"), block).config.cache_config
+        assert block % cache_config.unit_tokens == 0 and cache_config.mean_tokens == block
     with pytest.raises(ConfigError, match="start it with --block-size 64"):
         fitted(Asked(dict(RQ), "rows"), 16)
     with pytest.raises(ConfigError, match=r"no multiple of EPS's units of 64 \(mean_tokens 64\)"):

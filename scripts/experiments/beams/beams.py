@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.read import Read
+from eps_core.config.selection import SelectionConfig
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import check_prompts, prefill, record_of, report_of, take_step
 from eps_core.decode.sampling import check_logits
 from eps_core.errors import require
-from eps_core.files import records
-from eps_core.paging.pool import PagePool
-from eps_core.paging.pool import Sequence as PagedSequence
-from eps_core.telemetry.steps import StepRecord, log_softmax
+from eps_core.io import records
+from eps_core.kv_cache.pool import PagePool
+from eps_core.kv_cache.pool import Sequence as PagedSequence
+from eps_core.metrics.steps import StepRecord, log_softmax
 
 LENGTH_ALPHA = 1.0  # of the length that a text's score is divided by
 
@@ -33,13 +33,13 @@ class Hypothesis:
 
     @property
     def score(self) -> float:
-        """What texts of different lengths are compared by: log probability over length ** LENGTH_ALPHA."""
+        """Return the score of texts of different lengths: log probability over length ** LENGTH_ALPHA."""
         return self.log_probability / max(len(self.tokens), 1) ** LENGTH_ALPHA
 
 
 @dataclass
 class Searched:
-    """What a search found, filled as it goes."""
+    """The findings of a search, filled as it goes."""
 
     hypotheses: list[list[Hypothesis]] = field(default_factory=list)  # of each prompt, best first, at most `width`
     units_copied: list[int] = field(default_factory=list)  # of each step
@@ -66,7 +66,7 @@ def search(
     max_new_tokens: int,
     width: int,
     found: Searched,
-    read: Read | None = None,
+    selection_config: SelectionConfig | None = None,
     stop_tokens: Collection[int] = (),
     prefill_chunk: int = 512,
     on_prefill: Callable[[int, int, int], None] | None = None,
@@ -74,7 +74,7 @@ def search(
     written: Sequence[PagedSequence] | None = None,
 ) -> Generator[StepRecord, None, Any]:
     """Searches for the likeliest continuations of every prompt with `width` beams each, all in one batch; `found` is
-    filled with them. Arguments and value as of `generate.generate`, and steps are gated as they are there; what is
+    filled with them. Arguments and value as of `generate.generate`, and steps are sparse as they are there; what is
     `written` becomes the search's own.
 
     Of a prompt's beams each step weighs the 2 * width best continuations (more where there are several stop tokens) by
@@ -107,7 +107,7 @@ def search(
             tokens = [beam.text.tokens[-1] if step else int(prompts[beam.prompt][-1]) for beam in live]
             sequences = [beam.sequence for beam in live]
             found.units_copied.append(_shared(pool, sequences))
-            cache, output, spent = take_step(decoder, cache, pool, sequences, tokens, read, timed)
+            cache, output, spent = take_step(decoder, cache, pool, sequences, tokens, selection_config, timed)
             for logits, length in zip(output.logits, spent.lengths, strict=True):
                 check_logits(logits, int(length))
             said: list[tuple[int, int]] = []  # (prompt, token)
@@ -127,7 +127,7 @@ def search(
                 left += _part(pool, [live[row] for row in rows], on)
             live = left
             by = [prompt for prompt, _ in said], [token for _, token in said]
-            yield record_of(decoder, cache, step, *by, output, spent, read, timed)
+            yield record_of(decoder, cache, step, *by, output, spent, selection_config, timed)
         found.hypotheses = [sorted(texts, key=lambda text: -text.score)[:width] for texts in ended]
         return cache
     finally:

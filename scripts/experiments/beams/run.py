@@ -18,16 +18,16 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
 from eps_core.evaluation.compare import demo_document
-from eps_core.files.outputs import to_json
-from eps_core.telemetry.steps import summarise
+from eps_core.io.outputs import to_json
+from eps_core.metrics.steps import summarise
 from experiments.beams.beams import Searched, room, search
 
 
 def searched(session: Session, prompt: list[int], num_new: int, width: int, config: EpsConfig) -> dict[str, Any]:
-    """Return what a search from one prompt finds and reads."""
-    cache, pool = session.cache(config.store, room(len(prompt), num_new, width, config.store.unit_tokens))
+    """Return the findings and reads of a search from one prompt."""
+    cache, pool = session.cache(config.cache_config, room(len(prompt), num_new, width, config.cache_config.unit_tokens))
     found, stop = Searched(), session.spec.eos_token_ids
-    steps = search(session.decoder, cache, pool, [prompt], num_new, width, found, config.read, stop)
+    steps = search(session.decoder, cache, pool, [prompt], num_new, width, found, config.selection_config, stop)
     summary = summarise(list(steps))
     return {
         "units_copied": sum(found.units_copied),
@@ -51,8 +51,10 @@ def main() -> None:
     args = parser.parse_args()
     session = Session.open(args.model, args.backend, args.device)
     (prompt,) = session.encode_prompts([args.prompt or demo_document().prompt], args.max_new_tokens)
-    sides = {"dense": EpsConfig(), "eps": EpsConfig.of(method=args.method)}
-    found = {name: searched(session, prompt, args.max_new_tokens, args.beams, config) for name, config in sides.items()}
+    outcomes = {"dense": EpsConfig(), "eps": EpsConfig.of(method=args.method)}
+    found = {
+        name: searched(session, prompt, args.max_new_tokens, args.beams, config) for name, config in outcomes.items()
+    }
     print(to_json({"model": session.model, "beams": args.beams, **found}))
 
 

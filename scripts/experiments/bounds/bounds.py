@@ -1,12 +1,12 @@
-"""Checks of what is claimed to hold for every query: bounds, certificates and strict mode, against float64.
+"""Checks of what is claimed to hold for every query: bounds, error bounds and strict mode, against float64.
 
-A backend builds summaries of keys, scores them and certifies; the truth is computed here in float64 from the keys as
+A backend builds summaries of keys, scores them and bounds; the truth is computed here in float64 from the keys as
 the cache holds them, apart from the oracle's own code. Float64 errs by at most (D + 8) 2^-52 |a| max|k| nats here, a
 2^-30th of the slack that the bounds pay for float32; a violation is counted only beyond that error, so that none can
 be the checker's own. A bound that says nothing (infinite) is no check; it is counted as vacuous.
 
-What a certificate speaks of is exact attention over the visited groups: the float32 rounding of `out` is apart from it.
-Letters as in `gate.protocol`; P units of the pool, T tokens of a table.
+An error bound speaks of exact attention over the visited groups: the float32 rounding of `out` is apart from it.
+Letters as in `attention.protocol`; P units of the pool, T tokens of a table.
 """
 
 import math
@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.layer import collect, sparse_attention
+from eps_core.attention.protocol import Backend, Scores, Selection
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, KvFormats, described
-from eps_core.config.read import HEAD_MODES
-from eps_core.gate.attend import attend_layer, collect
-from eps_core.gate.protocol import Backend, Scores, Selection
-from eps_core.paging.where import Where
+from eps_core.config.selection import HEAD_MODES
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.table import names
 from experiments.bounds.hard_cases import KEY_KINDS, fill, hard_queries, make_keys, mixed_keys, unit_vectors
-from experiments.bounds.truth import Filled, true_loss, true_masses, visit_mask
+from experiments.bounds.truth import Filled, selection_mask, true_loss, true_masses
 
 # every method with bounds, in each form that stores something else
 BOUNDED_ARMS: tuple[dict[str, Any], ...] = (
@@ -32,7 +32,7 @@ BOUNDED_ARMS: tuple[dict[str, Any], ...] = (
     *({"method": "rq", "rq_bounds": True, "mean_tokens": 32, "mean_bits": bits} for bits in (4, 8)),
     {"method": "rq", "rq_bounds": True, "mean_tokens": 64},
 )
-# certified from codes of single keys: their bounds are made after the selection, so the gate alone checks them
+# bounded from codes of single keys: their bounds are made after the selection, so the gate alone checks them
 KEY_CODE_ARMS: tuple[dict[str, Any], ...] = (
     {"method": "rq", "bound_bits": 8, "mean_tokens": 64},
     {"method": "rq", "bound_bits": 4, "mean_tokens": 32},
@@ -73,9 +73,9 @@ class Tally:
         self.gap_in_roundings = min(self.gap_in_roundings, other.gap_in_roundings)
 
 
-def arm_name(arm: dict[str, Any]) -> str:
-    detail = f" k={arm['dim']}" if "dim" in arm else ""
-    return arm["method"] + detail + (f", {arm['bound_bits']}-bit keys" if "bound_bits" in arm else "")
+def variant_name(variant: dict[str, Any]) -> str:
+    detail = f" k={variant['dim']}" if "dim" in variant else ""
+    return variant["method"] + detail + (f", {variant['bound_bits']}-bit keys" if "bound_bits" in variant else "")
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
@@ -84,9 +84,9 @@ def arm_name(arm: dict[str, Any]) -> str:
 def check_bounds(filled: Filled, q: np.ndarray, table: np.ndarray) -> Tally:
     """lower <= log A_p <= upper of every group of full tables [B, M], for every head of q [B, Hq, D]."""
     backend, config = filled.backend, filled.config
-    lengths = np.full(len(table), table.shape[1] * config.store.unit_tokens)
-    where = Where.of(config, table, lengths)
-    scores = backend.score(filled.cache, 0, backend.from_numpy(q, "float32", filled.device), where)
+    lengths = np.full(len(table), table.shape[1] * config.cache_config.unit_tokens)
+    plan = StepPlan.of(config, table, lengths)
+    scores = backend.score(filled.cache, 0, backend.from_numpy(q, "float32", filled.device), plan)
     assert scores.lower is not None and scores.upper is not None
     lower, upper = (backend.to_numpy(x).astype(np.float64) for x in (scores.lower, scores.upper))
     truth, size, error = true_masses(filled, q, table)
@@ -110,67 +110,67 @@ def check_certificate(
     table: np.ndarray,
     lengths: np.ndarray,
     scores: Scores,
-    visited: Selection,
+    selected: Selection,
     state: tuple[Any, Any],
 ) -> tuple[Tally, Tally]:
-    """(share, error): of every query head, what `visited` left out against what is certified, where `state` is the
+    """(share, error): of every query head, what `visited` left out against what is bounded, where `state` is the
     (out, lse) that the backend read. Gaps are nats of the ratio."""
     backend = filled.backend
-    certificate = backend.certify(filled.cache, 0, scores, visited, *state)
-    num_groups = table.shape[1] * filled.config.store.groups_per_unit
-    visit = visit_mask(backend.to_numpy(visited.groups), backend.to_numpy(visited.counts), num_groups)
-    truth = true_loss(filled, q, table, lengths, visit)
+    error_bound = backend.bound_error(filled.cache, 0, scores, selected, *state)
+    num_groups = table.shape[1] * filled.config.cache_config.groups_per_unit
+    selected_mask = selection_mask(backend.to_numpy(selected.groups), backend.to_numpy(selected.counts), num_groups)
+    truth = true_loss(filled, q, table, lengths, selected_mask)
     return (
-        _ratio(truth.share, backend.to_numpy(certificate.mass), truth.doubt, 1.0),
-        _ratio(truth.error, backend.to_numpy(certificate.error), truth.doubt, math.inf),
+        _ratio(truth.share, backend.to_numpy(error_bound.mass), truth.doubt, 1.0),
+        _ratio(truth.error, backend.to_numpy(error_bound.error), truth.doubt, math.inf),
     )
 
 
 def _ratio(true: np.ndarray, certified: np.ndarray, doubt: np.ndarray, trivial: float) -> Tally:
-    """true [B, Hkv, R] <= certified [B, Hkv], which says nothing from `trivial` on."""
+    """true [B, Hkv, R] <= bounded [B, Hkv], which says nothing from `trivial` on."""
     certified = np.repeat(certified.astype(np.float64)[..., None], true.shape[2], axis=2)
     with np.errstate(divide="ignore", invalid="ignore"):
-        # nothing left out is as certified, and says nothing of tightness
+        # nothing left out is as bounded, and says nothing of tightness
         gap = np.where(true < _LEAST_SHARE, np.where(certified >= 0, np.inf, np.nan), np.log(certified) - np.log(true))
     vacuous = certified >= trivial
     return _tally(np.where(vacuous, np.inf, gap), doubt, vacuous)
 
 
-def check_gate(
+def check_sparse(
     filled: Filled, config: EpsConfig, q: np.ndarray, table: np.ndarray, lengths: np.ndarray
 ) -> dict[str, Tally]:
-    """One gated step of q [B, Hq, D] under `config`, a strict one, part by part in an order of its own: `share` and
-    `error` of the certificate before and after the escalation, and `strict`: the true share unread is at most epsilon.
-    `layer`: the same of `gate.attend_layer`, which must visit what the parts visit."""
+    """One sparse step of q [B, Hq, D] under `config`, a strict one, part by part in an order of its own: `share` and
+    `error` of the error bound before and after the extension, and `strict`: the true share unread is at most epsilon.
+    `layer`: the same of `attention.sparse_attention`, which must visit what the parts visit."""
     backend, cache = filled.backend, filled.cache
     native = backend.from_numpy(q, "float32", filled.device)
-    where = Where.of(config, table, lengths)
-    scores = backend.score(cache, 0, native, where)
-    selected = backend.select(scores, where)
-    state = backend.attend(cache, 0, native, where, selected)
-    scores = backend.bounds(cache, 0, native, where, scores, selected)
+    plan = StepPlan.of(config, table, lengths)
+    scores = backend.score(cache, 0, native, plan)
+    selected = backend.select(scores, plan)
+    state = backend.attend(cache, 0, native, plan, selected)
+    scores = backend.bounds(cache, 0, native, plan, scores, selected)
     share, error = check_certificate(filled, q, table, lengths, scores, selected, state)
-    extra, whole = backend.escalate(config.read, scores, selected, state[1])
-    state = backend.merge(state, backend.attend(cache, 0, native, where, extra))
+    extra, whole = backend.extend_selection(config.selection_config, scores, selected, state[1])
+    state = backend.merge(state, backend.attend(cache, 0, native, plan, extra))
     for tally, more in zip(
         (share, error), check_certificate(filled, q, table, lengths, scores, whole, state), strict=True
     ):
         tally.add(more)
     groups, counts = backend.to_numpy(whole.groups), backend.to_numpy(whole.counts)
-    visit = visit_mask(groups, counts, table.shape[1] * config.store.groups_per_unit)
-    truth = true_loss(filled, q, table, lengths, visit)
-    strict = _ratio(truth.share, np.full(counts.shape, config.read.epsilon), truth.doubt, 1.0)
-    _, read = attend_layer(backend, cache, 0, native, where)
+    selected_mask = selection_mask(groups, counts, table.shape[1] * config.cache_config.groups_per_unit)
+    truth = true_loss(filled, q, table, lengths, selected_mask)
+    strict = _ratio(truth.share, np.full(counts.shape, config.selection_config.epsilon), truth.doubt, 1.0)
+    _, read = sparse_attention(backend, cache, 0, native, plan)
     (stats,), _ = collect(backend, cache, [read])
-    layer = _ratio(truth.share, np.full(counts.shape, config.read.epsilon), truth.doubt, 1.0)
+    layer = _ratio(truth.share, np.full(counts.shape, config.selection_config.epsilon), truth.doubt, 1.0)
     if read.selection is not None:
-        visit = visit_mask(
-            backend.to_numpy(read.selection.groups), backend.to_numpy(read.selection.counts), visit.shape[2]
+        selected_mask = selection_mask(
+            backend.to_numpy(read.selection.groups), backend.to_numpy(read.selection.counts), selected_mask.shape[2]
         )
-        assert stats.mass_skipped_cert is not None
-        unread = true_loss(filled, q, table, lengths, visit)
-        layer = _ratio(unread.share, stats.mass_skipped_cert, unread.doubt, 1.0)
-        layer.add(_ratio(unread.share, np.full(counts.shape, config.read.epsilon), unread.doubt, 1.0))
+        assert stats.skipped_mass_bound is not None
+        unread = true_loss(filled, q, table, lengths, selected_mask)
+        layer = _ratio(unread.share, stats.skipped_mass_bound, unread.doubt, 1.0)
+        layer.add(_ratio(unread.share, np.full(counts.shape, config.selection_config.epsilon), unread.doubt, 1.0))
     return {"share": share, "error": error, "strict": strict, "layer": layer}
 
 
@@ -180,11 +180,11 @@ def check_gate(
 @dataclass(frozen=True)
 class Trial:
     """One cache of random and hard keys. `num_units` sequences of one unit each are scored by `repeat` query heads a kv
-    head; then `num_sequences` ragged ones are gated."""
+    head; then `num_sequences` ragged ones are sparse."""
 
-    arm: dict[str, Any]
+    variant: dict[str, Any]
     dtype: str
-    group_tokens: int
+    group_size: int
     head_dim: int
     num_units: int
     repeat: int
@@ -195,17 +195,17 @@ class Trial:
 
     @property
     def cache(self) -> str:
-        """What the cache holds, for tables."""
+        """Return the cache's dtype and codes, for tables."""
         return self.dtype if self.kv_bits == EXACT else f"{self.dtype} of {described(self.dtype, self.kv_bits)}"
 
     def config(self, **settings: Any) -> EpsConfig:
-        size, mean_tokens = self.group_tokens, self.arm.get("mean_tokens", 0)
+        size, mean_tokens = self.group_size, self.variant.get("mean_tokens", 0)
         if mean_tokens and (size >= mean_tokens or mean_tokens % size):
             size = 4  # which lie in a mean's tokens
         block = size * max(1, 16 // size)
-        defaults = {"group_tokens": size, "block_size": block, "first_tokens": size, "last_tokens": size}
-        defaults["tail_tokens"] = 0  # not part of what is certified
-        return EpsConfig.of(**{**self.arm, **defaults, **settings})
+        defaults = {"group_size": size, "block_size": block, "num_sink_tokens": size, "num_recent_tokens": size}
+        defaults["correction_tokens"] = 0  # not part of what is bounded
+        return EpsConfig.of(**{**self.variant, **defaults, **settings})
 
 
 def run_bounds(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
@@ -213,8 +213,8 @@ def run_bounds(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
     rng = np.random.default_rng([trial.seed, 1])
     config = trial.config()
     # the first 256 keys are of one kind, another in every trial
-    per_unit, size = config.store.groups_per_unit, config.store.S
-    units = max(trial.num_units, -(-256 // config.store.unit_tokens))
+    per_unit, size = config.cache_config.groups_per_unit, config.cache_config.S
+    units = max(trial.num_units, -(-256 // config.cache_config.unit_tokens))
     k = mixed_keys(KEY_KINDS, units * per_unit * trial.kv_heads, size, trial.head_dim, rng)
     k = k.reshape(trial.kv_heads, -1, trial.head_dim).swapaxes(0, 1)
     lead = make_keys(str(rng.choice(KEY_KINDS)), trial.kv_heads, 256, trial.head_dim, rng).swapaxes(0, 1)
@@ -230,21 +230,21 @@ GATED_KINDS = ("gauss", "shifted", "equal", "outlier", "rank one", "antipodal", 
 
 
 def run_gate(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
-    """Certificates and strict mode over ragged sequences of keys of one kind; queries towards keys that are mostly
-    unread, of logits that leave something to certify."""
+    """Error bounds and strict mode over ragged sequences of keys of one kind; queries towards keys that are mostly
+    unread, of logits that leave something to bound."""
     rng = np.random.default_rng([trial.seed, 2])
     config = random_policy(trial, rng)
-    num_tokens = max(512 // config.store.unit_tokens, 12) * config.store.unit_tokens
-    groups = num_tokens // config.store.S
+    num_tokens = max(512 // config.cache_config.unit_tokens, 12) * config.cache_config.unit_tokens
+    groups = num_tokens // config.cache_config.S
     num_groups = groups * trial.kv_heads
     kind = str(rng.choice(GATED_KINDS))
-    k = make_keys(kind, num_groups, config.store.S, trial.head_dim, rng)
-    # groups far apart and tight within, where certificates bite; at other times as they come
+    k = make_keys(kind, num_groups, config.cache_config.S, trial.head_dim, rng)
+    # groups far apart and tight within, where error bounds bite; at other times as they come
     if rng.integers(2):
         k = k * np.float32(0.05) + rng.normal(size=(num_groups, 1, trial.head_dim)).astype(np.float32)
     k = k.reshape(trial.kv_heads, num_tokens, trial.head_dim).swapaxes(0, 1)
     v = rng.normal(size=k.shape).astype(np.float32) * 10.0 ** rng.uniform(-2, 2)
-    # at times in two writes, the first shorter than what a centre of key codes waits for
+    # at times in two writes, the first shorter than what a centroid of key codes waits for
     cut = int(rng.integers(1, 256)) if rng.integers(3) == 0 else None
     filled = fill(backend, device, config, trial.dtype, np.ascontiguousarray(k), v, cut, trial.kv_bits)
     units = len(filled.k)
@@ -259,7 +259,7 @@ def run_gate(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
     largest = np.linalg.norm(filled.k, axis=-1).max()
     a = unit_vectors(a) * 10.0 ** rng.uniform(-1, 2, (*a.shape[:3], 1)) / largest
     q = (a * math.sqrt(trial.head_dim)).astype(np.float32).reshape(len(lengths), -1, trial.head_dim)
-    return check_gate(filled, config, q, table, lengths)
+    return check_sparse(filled, config, q, table, lengths)
 
 
 def random_policy(trial: Trial, rng: np.random.Generator) -> EpsConfig:
@@ -280,10 +280,10 @@ def run_capture(
     """The same checks of a real layer: q [steps, Hq, D] unscaled over k, v [T, Hkv, D] of one sequence."""
     rng = np.random.default_rng([trial.seed, 3])
     config = random_policy(trial, rng)
-    num_tokens = len(k) // config.store.unit_tokens * config.store.unit_tokens
+    num_tokens = len(k) // config.cache_config.unit_tokens * config.cache_config.unit_tokens
     filled = fill(backend, device, config, trial.dtype, k[:num_tokens], v[:num_tokens], kv_bits=trial.kv_bits)
     table = np.repeat(np.arange(len(filled.k))[None], len(q), axis=0)
-    bounds = {"bounds": check_bounds(filled, q, table)} if config.store.own_bounds else {}
+    bounds = {"bounds": check_bounds(filled, q, table)} if config.cache_config.own_bounds else {}
     few = slice(0, trial.num_sequences)
     lengths = num_tokens - rng.integers(0, num_tokens // 4, len(q[few]))
-    return {**bounds, **check_gate(filled, config, q[few], table[few], lengths)}
+    return {**bounds, **check_sparse(filled, config, q[few], table[few], lengths)}

@@ -1,6 +1,6 @@
 """Keys and queries that are hard for summaries: where rounding, cancellation and bounds that are attained meet.
 
-Letters as in `gate.protocol`; P units of the pool.
+Letters as in `attention.protocol`; P units of the pool.
 """
 
 import math
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from eps_core.attention.protocol import Backend
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, KvFormats
-from eps_core.config.store import CacheSpec
-from eps_core.gate.protocol import Backend
 from eps_core.summaries.rq import decode_units, rotate
 from experiments.bounds.truth import Filled
 
@@ -48,9 +48,9 @@ _LOGIT_POWERS = (-8, -2, 0, 1, 2, 3, 5, 8, 25)
 _LOGIT_CHANCES = (0.04, 0.06, 0.15, 0.25, 0.2, 0.14, 0.1, 0.04, 0.02)
 
 
-def make_keys(kind: str, groups: int, group_tokens: int, head_dim: int, rng: np.random.Generator) -> np.ndarray:
+def make_keys(kind: str, groups: int, group_size: int, head_dim: int, rng: np.random.Generator) -> np.ndarray:
     """Keys [groups, S, D] float32, hard in the way of `KEY_KINDS`."""
-    shape = (groups, group_tokens, head_dim)
+    shape = (groups, group_size, head_dim)
     k, mean = rng.normal(size=shape), rng.normal(size=(groups, 1, head_dim))
     if kind == "shifted":
         k += 5 * mean
@@ -59,7 +59,7 @@ def make_keys(kind: str, groups: int, group_tokens: int, head_dim: int, rng: np.
     elif kind == "equal":
         k[:] = mean
     elif kind == "outlier":
-        k[:, rng.integers(group_tokens)] *= 40
+        k[:, rng.integers(group_size)] *= 40
         k[..., rng.integers(head_dim)] += 30
     elif kind == "huge":
         k *= 10.0 ** rng.uniform(2, 2.7, (groups, 1, 1))
@@ -68,33 +68,33 @@ def make_keys(kind: str, groups: int, group_tokens: int, head_dim: int, rng: np.
     elif kind == "vanishing":
         k *= 10.0 ** rng.uniform(-30, -7, (groups, 1, 1))
     elif kind == "rank one":
-        k = rng.normal(size=(groups, group_tokens, 1)) * mean
+        k = rng.normal(size=(groups, group_size, 1)) * mean
     elif kind == "antipodal":
-        k = np.where(np.arange(group_tokens)[:, None] % 2, -mean, mean) + 1e-3 * k
+        k = np.where(np.arange(group_size)[:, None] % 2, -mean, mean) + 1e-3 * k
     elif kind == "code edge":
         codes = rng.integers(-126, 126, (groups, 1, head_dim)) + rng.choice([0.0, 0.5], (groups, 1, head_dim))
         codes[..., 0] = 127
         scale = np.float16(2.0 ** rng.uniform(-8, 2, (groups, 1, 1))).astype(np.float64)
         k = (codes * scale * (1 + rng.integers(-2, 3, shape) * 2.0**-24)).astype(np.float32)
     elif kind == "half edge":
-        norm = (2048 + 2 * rng.integers(0, 1024, (groups, group_tokens, 1)) + 1) / 4096 * 2.0 ** rng.integers(-6, 9)
+        norm = (2048 + 2 * rng.integers(0, 1024, (groups, group_size, 1)) + 1) / 4096 * 2.0 ** rng.integers(-6, 9)
         k *= norm / np.linalg.norm(k, axis=2, keepdims=True) * (1 + rng.integers(-2, 3, norm.shape) * 2.0**-24)
     elif kind == "mixed scales":
-        k *= 10.0 ** rng.uniform(-3, 2, (groups, 1, head_dim)) * 10.0 ** rng.uniform(-1, 1, (groups, group_tokens, 1))
+        k *= 10.0 ** rng.uniform(-3, 2, (groups, 1, head_dim)) * 10.0 ** rng.uniform(-1, 1, (groups, group_size, 1))
     elif kind == "zero":
         k[:] = 0
     return k.astype(np.float32)
 
 
 def mixed_keys(
-    kinds: Sequence[str], groups: int, group_tokens: int, head_dim: int, rng: np.random.Generator
+    kinds: Sequence[str], groups: int, group_size: int, head_dim: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Keys [groups, S, D], group by group of a kind drawn from `kinds`."""
-    k = np.empty((groups, group_tokens, head_dim), np.float32)
+    k = np.empty((groups, group_size, head_dim), np.float32)
     drawn = rng.integers(0, len(kinds), groups)
     for i, kind in enumerate(kinds):
         if (drawn == i).any():
-            k[drawn == i] = make_keys(kind, int((drawn == i).sum()), group_tokens, head_dim, rng)
+            k[drawn == i] = make_keys(kind, int((drawn == i).sum()), group_size, head_dim, rng)
     return k
 
 
@@ -110,17 +110,17 @@ def fill(
 ) -> Filled:
     """Writes k, v [T, Hkv, D] to the first slots of a new cache, in two calls where `cut` says where."""
     num_tokens, kv_heads, head_dim = k.shape
-    units = -(-num_tokens // config.store.unit_tokens)
+    units = -(-num_tokens // config.cache_config.unit_tokens)
     spec = CacheSpec(1, kv_heads, head_dim, units, dtype, k_bits=kv_bits[0], v_bits=kv_bits[1])
-    cache = backend.new_cache(spec, config.store, device)
+    cache = backend.new_cache(spec, config.cache_config, device)
     for rows in (slice(0, cut), slice(cut, None)) if cut else (slice(None),):
         keys, values = (backend.from_numpy(np.ascontiguousarray(x[rows]), "float32", device) for x in (k, v))
         cache = backend.write_kv(cache, 0, keys, values, np.arange(num_tokens)[rows])
     stored = backend.read_kv(cache, 0, np.arange(units), num_tokens)
-    pad = ((0, units * config.store.unit_tokens - num_tokens), (0, 0), (0, 0))
+    pad = ((0, units * config.cache_config.unit_tokens - num_tokens), (0, 0), (0, 0))
     keys, values = (
         np.pad(backend.to_numpy(x).astype(np.float64), pad)
-        .reshape(units, config.store.unit_tokens, kv_heads, head_dim)
+        .reshape(units, config.cache_config.unit_tokens, kv_heads, head_dim)
         .swapaxes(1, 2)
         for x in stored
     )
@@ -146,7 +146,7 @@ def _top_direction(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _stored(filled: Filled, unit: np.ndarray, sub: np.ndarray) -> dict[str, np.ndarray]:
     """The summaries of one group of every (sequence, kv head), with those of all groups that are summarised with it:
     fields [B, Hkv, ..]; unit, sub [B, Hkv]."""
-    heads, together = np.arange(filled.k.shape[1]), filled.config.store.groups_per_seal
+    heads, together = np.arange(filled.k.shape[1]), filled.config.cache_config.groups_per_span
     return {
         name: filled.backend.to_numpy(array)[unit, heads, sub // together]
         for name, array in filled.cache.summaries[0].items()
@@ -157,10 +157,12 @@ def _stored_mean(filled: Filled, stored: dict[str, np.ndarray], sub: np.ndarray)
     """The group mean [B, Hkv, D] as the summary holds it, of group `sub` [B, Hkv] of its unit; None where it holds
     none."""
     config, head_dim = filled.config, filled.k.shape[-1]
-    if config.store.mean_tokens:
-        means = decode_units(config.store, stored, head_dim)
-        turned = np.take_along_axis(means, (sub % config.store.groups_per_seal)[..., None, None], axis=2)[:, :, 0]
-        return turned @ rotate(np.eye(head_dim), config.store.seed).T
+    if config.cache_config.mean_tokens:
+        means = decode_units(config.cache_config, stored, head_dim)
+        turned = np.take_along_axis(means, (sub % config.cache_config.groups_per_span)[..., None, None], axis=2)[
+            :, :, 0
+        ]
+        return turned @ rotate(np.eye(head_dim), config.cache_config.seed).T
     if "mean" in stored:
         return stored["mean"].astype(np.float64) * stored["mean_scale"].astype(np.float64)[..., None]
     return None
@@ -170,9 +172,9 @@ def hard_queries(filled: Filled, units: np.ndarray, repeat: int, rng: np.random.
     """q [B, Hkv * R, D] float32, unscaled: each of a kind of `QUERY_KINDS` against one group of unit units[b], made
     from its keys and from what its summary says, of logits between 1e-8 and past float32's range."""
     batch, (_, kv_heads, _, head_dim) = len(units), filled.k.shape
-    size = filled.config.store.S
+    size = filled.config.cache_config.S
     unit = np.repeat(units[:, None], kv_heads, axis=1)
-    sub = rng.integers(0, filled.config.store.groups_per_unit, unit.shape)
+    sub = rng.integers(0, filled.config.cache_config.groups_per_unit, unit.shape)
     heads = np.arange(kv_heads)
     tiles = filled.k[unit, heads].reshape(batch, kv_heads, -1, size, head_dim)
     keys = tiles[np.arange(batch)[:, None], heads, sub]  # [B, Hkv, S, D]

@@ -1,4 +1,4 @@
-"""Checks that bounds, certificates and strict mode hold, through the real backends against float64.
+"""Checks that bounds, error bounds and strict mode hold, through the real backends against float64.
 
     python scripts/experiments/bounds/run.py                              (a few minutes on 2 cores)
 
@@ -28,20 +28,20 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import fault
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.evaluation.capture import first_tokens, record
+from eps_core.evaluation.capture import num_sink_tokens, record
 from eps_core.load import BACKENDS, load_backend
-from eps_core.telemetry.provenance import provenance
-from eps_core.telemetry.terminal import Progress
+from eps_core.metrics.provenance import provenance
+from eps_core.metrics.terminal import Progress
 from experiments.bounds.bounds import (
     BOUNDED_ARMS,
     CACHES,
     KEY_CODE_ARMS,
     Tally,
     Trial,
-    arm_name,
     run_bounds,
     run_capture,
     run_gate,
+    variant_name,
 )
 
 GROUP_TOKENS = (1, 128, 2, 64, 4, 32, 8, 16, 3, 5)
@@ -57,7 +57,7 @@ _captured: Layers = {}  # of a worker process
 def capture(target: Target) -> Layers:
     """q [steps, Hq, D], k, v [T, Hkv, D] float32 of every layer of the demo model."""
     session = Session.open(None, *target, "float32", "float32")
-    text = first_tokens(session, None, CONTEXT_TOKENS + STEPS)
+    text = num_sink_tokens(session, None, CONTEXT_TOKENS + STEPS)
     recording = record(session, text.tokens, CONTEXT_TOKENS, range(session.spec.num_layers), EpsConfig())
     return {layer: (q, *recording.keys_values(layer)) for layer, q in recording.q.items()}
 
@@ -69,7 +69,7 @@ def keep(captured: Layers) -> None:
 def plan(number: int, targets: list[Target], seed: int) -> list[tuple[Target, Trial]]:
     """One round: every method, kind of cache and backend once, at sizes that change from round to round."""
     rng, trials = np.random.default_rng([seed, number]), []
-    for arm_index, arm in enumerate((*BOUNDED_ARMS, *KEY_CODE_ARMS)):
+    for arm_index, variant in enumerate((*BOUNDED_ARMS, *KEY_CODE_ARMS)):
         for cache_index, (dtype, bits) in enumerate(CACHES):
             size = GROUP_TOKENS[(number + 3 * arm_index + cache_index) % len(GROUP_TOKENS)]
             fitting = [dim for dim in HEAD_DIMS if all(fault(name, dim) is None for name in bits)]
@@ -78,14 +78,14 @@ def plan(number: int, targets: list[Target], seed: int) -> list[tuple[Target, Tr
                 # the numpy backend loops group by group: a small share
                 units, sequences, repeat = (16, 2, 4) if target[0] == "numpy" else (96, 8, 32 if size <= 8 else 64)
                 shape = size, head_dim, units, repeat, sequences
-                trials.append((target, Trial(arm, dtype, *shape, trial_seed, kv_bits=bits)))
+                trials.append((target, Trial(variant, dtype, *shape, trial_seed, kv_bits=bits)))
     return trials
 
 
 def run(target: Target, trial: Trial, number: int) -> tuple[dict[str, Tally], dict[str, Tally]]:
     """(of random and hard data, of captured data: one layer a round)."""
     backend, device = load_backend(target[0]), target[1]
-    made = run_bounds(backend, device, trial) if trial.config().store.own_bounds else {}
+    made = run_bounds(backend, device, trial) if trial.config().cache_config.own_bounds else {}
     made |= run_gate(backend, device, trial)
     if number >= len(_captured):
         return made, {}
@@ -128,7 +128,7 @@ def main() -> int:
                 for source, tallies in zip(("made", "captured"), future.result(), strict=True):
                     for kind, tally in tallies.items():
                         sums[source][kind].add(tally)
-                        cells[arm_name(trial.arm), trial.cache, "-".join(target)][kind].add(tally)
+                        cells[variant_name(trial.variant), trial.cache, "-".join(target)][kind].add(tally)
                         if tally.violations:
                             print(f"violated: {source} {kind} {target} {trial} {tally}", file=sys.stderr, flush=True)
             rounds += 1
@@ -136,7 +136,7 @@ def main() -> int:
 
     print("checks / violations / tightest gap in nats of each; roundings: the tightest bound in float32 roundings of a")
     print("logit; strict: true share unread <= epsilon; layer: both of a whole gated layer\n")
-    print("| method | cache | backend | bounds | roundings | certified share | certified error | strict | layer |")
+    print("| method | cache | backend | bounds | roundings | bounded share | bounded error | strict | layer |")
     print("|---|---|---|---|---|---|---|---|---|")
     for key, tallies in sorted(cells.items(), key=lambda item: item[0]):
         entries = [f"{t.checks:,} / {t.violations} / {nats(t.gap)}" for t in tallies.values()]

@@ -1,4 +1,4 @@
-"""What is true of a filled cache, from its keys and values alone: the bound checker's judge."""
+"""The truth about a filled cache, from its keys and values alone: the bound checker's judge."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.protocol import Backend
 from eps_core.config.eps import EpsConfig
-from eps_core.gate.protocol import Backend
 
 
 @dataclass
@@ -49,37 +49,39 @@ def true_masses(filled: Filled, q: np.ndarray, table: np.ndarray) -> tuple[np.nd
     """(log A_p of full groups, |a| max|k| of their logits, what float64 may have log A_p off by), each
     [B, Hkv, R, G]."""
     logits, size = _true_logits(filled, q, table)
-    by_group = (*logits.shape[:3], -1, filled.config.store.S)
+    by_group = (*logits.shape[:3], -1, filled.config.cache_config.S)
     masses, size = _log_sum(logits.reshape(by_group)), size.reshape(by_group).max(axis=-1)
     return masses, size, (q.shape[2] + 8) * 2.0**-52 * size + 2.0**-50 * (1 + np.abs(masses))
 
 
 @dataclass
 class Truth:
-    """What some visited groups really left out: `share` [B, Hkv, R] of the softmax, `error` [B, Hkv, R] of exact
-    attention over them (L2), each known to a factor exp(+-`doubt`)."""
+    """The loss of what some visited groups really left out: `share` [B, Hkv, R] of the softmax, `error` [B, Hkv, R] of
+    exact attention over them (L2), each known to a factor exp(+-`doubt`)."""
 
     share: np.ndarray
     error: np.ndarray
     doubt: np.ndarray
 
 
-def visit_mask(groups: np.ndarray, counts: np.ndarray, num_groups: int) -> np.ndarray:
+def selection_mask(groups: np.ndarray, counts: np.ndarray, num_groups: int) -> np.ndarray:
     """[B, Hkv, G]: True where a group is among the first counts [B, Hkv] of groups [B, Hkv, W]."""
-    visit = np.zeros((*counts.shape, num_groups), bool)
+    selected_mask = np.zeros((*counts.shape, num_groups), bool)
     for b, head in np.ndindex(*counts.shape):
-        visit[b, head, groups[b, head, : counts[b, head]]] = True
-    return visit
+        selected_mask[b, head, groups[b, head, : counts[b, head]]] = True
+    return selected_mask
 
 
-def true_loss(filled: Filled, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, visit: np.ndarray) -> Truth:
-    """Of groups visit [B, Hkv, G] of sequences of `lengths` tokens. The error is share * |unread output - read
-    output|, which is the same as |dense - read| and does not cancel."""
+def true_loss(
+    filled: Filled, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, selected_mask: np.ndarray
+) -> Truth:
+    """Return the loss of groups visit [B, Hkv, G] of sequences of `lengths` tokens. The error is share * |unread - read
+    output|, which equals |dense - read| and does not cancel."""
     logits, size = _true_logits(filled, q, table)
     batch, kv_heads, _, num_tokens = logits.shape
     inside = np.arange(num_tokens) < np.asarray(lengths)[:, None]
     logits = np.where(inside[:, None, None], logits, -np.inf)
-    read = np.repeat(visit, filled.config.store.S, axis=2)[:, :, None, :num_tokens]
+    read = np.repeat(selected_mask, filled.config.cache_config.S, axis=2)[:, :, None, :num_tokens]
     values = filled.v[table].swapaxes(1, 2).reshape(batch, kv_heads, num_tokens, -1)
     parts = []
     for mask in (read, ~read):

@@ -1,9 +1,9 @@
-"""What K and V as codes buy in time: one layer's dense and gated attention over caches of 16, 8 and 4 bits.
+"""The time that K and V as codes save: one layer's dense and sparse attention over caches of 16, 8 and 4 bits.
 
 All caches hold the same tokens, and the gate visits as many groups in each: as fit --bytes of the dense bytes of the
 first. Before anything is timed, results are compared with float64 over what each cache holds. Times are medians of
-rounds in which all arms take turns, each with cold caches; besides, the processor time of the process, which says more
-where a CPU is shared and OMP_NUM_THREADS is 1. Appends a run line and one line a cache to a JSONL.
+rounds in which all variants take turns, each with cold caches; besides, the processor time of the process, which says
+more where a CPU is shared and OMP_NUM_THREADS is 1. Appends a run line and one line a cache to a JSONL.
 
     OMP_NUM_THREADS=1 python scripts/experiments/codes_speed/run.py --context 32768 -o results/speed-codes.jsonl
 """
@@ -21,20 +21,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from eps_core.attention.layer import sparse_attention
 from eps_core.bench.data import DESCRIPTION, Shape, Source, fill
 from eps_core.bench.dense import DENSE_TOLERANCE, GateError
 from eps_core.bench.plan import budgeted, moved_bytes
-from eps_core.bench.proof import check_gate, check_values, dense_error, run_step
+from eps_core.bench.proof import check_sparse, check_values, dense_error, run_step
 from eps_core.config.bytes import kv_bytes
+from eps_core.config.cache import DTYPE_BYTES
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES
 from eps_core.cpu.host import flush_bytes
 from eps_core.errors import exit_code
-from eps_core.files import outputs
-from eps_core.gate.attend import attend_layer
+from eps_core.io import outputs
 from eps_core.load import load_backend, load_platform, resolve_kernels
-from eps_core.telemetry import terminal
-from eps_core.telemetry.provenance import run_line
+from eps_core.metrics import terminal
+from eps_core.metrics.provenance import run_line
 
 BITS = (16, 8, 4)  # 16: K and V as they are
 
@@ -71,40 +71,40 @@ def main(
     timed, rng = platform.stopwatch(device), np.random.default_rng(0)
     shape = Shape(context, 1, q_heads, kv_heads, head_dim, dtype)
     source, config = Source(shape), budgeted(EpsConfig.of(method=method), shape, "bytes", share)
-    arms: dict[tuple[int, str], Any] = {}
-    facts = {}
+    variants: dict[tuple[int, str], Any] = {}
+    method_spec = {}
     for bits in BITS:
         layer = fill(eps, source, config, device, kernels, 1, platform.synchronize, kv_bits=(bits, bits))
         k, v = (platform.stack_heads([one]) for one in eps.read_kv(layer.cache, 0, layer.table[0], context))
         step = run_step(layer, config, platform.synchronize)
-        gate = check_gate(layer, step, kernels, partial=True)
+        gate = check_sparse(layer, step, kernels, partial=True)
         right = check_values(layer, config, step, k, v)
-        where, plain = layer.where(config), replace(layer.cache, kernels="arrays")
-        dense = partial(eps.attend, layer.cache, 0, layer.q, where, None)
+        plan, plain = layer.plan(config), replace(layer.cache, kernels="arrays")
+        dense = partial(eps.attend, layer.cache, 0, layer.q, plan, None)
         error = dense_error(layer, dense()[0], k, v)
         if not error <= DENSE_TOLERANCE[dtype]:
             raise GateError(f"dense attention over {bits} bits is wrong: relative error {error:.2g}: nothing was timed")
-        arms[bits, "dense"] = dense
-        arms[bits, "attend"] = partial(eps.attend, layer.cache, 0, layer.q, where, step.selection)
-        arms[bits, "step"] = partial(attend_layer, eps, layer.cache, 0, layer.q, where)
+        variants[bits, "dense"] = dense
+        variants[bits, "attend"] = partial(eps.attend, layer.cache, 0, layer.q, plan, step.selection)
+        variants[bits, "step"] = partial(sparse_attention, eps, layer.cache, 0, layer.q, plan)
         if arrays and bits != 16 and kernels != "arrays":
-            arms[bits, "dense by arrays"] = partial(eps.attend, plain, 0, layer.q, where, None)
-            listed = replace(step.selection, visit=None)
-            arms[bits, "attend by arrays"] = partial(eps.attend, plain, 0, layer.q, where, listed)
-        facts[bits] = {
+            variants[bits, "dense by arrays"] = partial(eps.attend, plain, 0, layer.q, plan, None)
+            listed = replace(step.selection, selected_mask=None)
+            variants[bits, "attend by arrays"] = partial(eps.attend, plain, 0, layer.q, plan, listed)
+        method_spec[bits] = {
             "kv_bits": bits, "dense_bytes": kv_bytes(1, kv_heads, head_dim, context, dtype, (bits, bits)),
             "attend_bytes": gate["kv_bytes"], "step_bytes": moved_bytes(layer, config, gate["kv_bytes"])["step"],
-            "groups_visited": gate["groups_visited"], "visit_ratio": gate["visit_ratio"], "check": right,
+            "groups_selected": gate["groups_selected"], "selected_ratio": gate["selected_ratio"], "check": right,
             "dense_error": error,
         }  # fmt: skip
-    samples: dict[tuple[int, str], list[float]] = {name: [] for name in arms}
-    processor: dict[tuple[int, str], list[float]] = {name: [] for name in arms}
-    names = list(arms)
+    samples: dict[tuple[int, str], list[float]] = {name: [] for name in variants}
+    processor: dict[tuple[int, str], list[float]] = {name: [] for name in variants}
+    names = list(variants)
     for number in range(rounds + 1):  # of which the first warms up
         for index in rng.permutation(len(names)):
             flush()
             before = time.process_time_ns()
-            elapsed_ms, _ = timed(arms[names[index]])
+            elapsed_ms, _ = timed(variants[names[index]])
             if number:
                 samples[names[index]].append(elapsed_ms)
                 processor[names[index]].append((time.process_time_ns() - before) / 1e6)
@@ -118,7 +118,7 @@ def main(
                          **platform.device_facts(device))
             )  # fmt: skip
             table = []
-            for bits, fact in facts.items():
+            for bits, fact in method_spec.items():
                 own, used = ({n: x for (of, n), x in part.items() if of == bits} for part in (samples, processor))
                 spread, worked = (
                     {name: np.percentile(one, (10, 50, 90)).tolist() for name, one in part.items()}

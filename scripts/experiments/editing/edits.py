@@ -19,7 +19,7 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.models.rope import inverse_frequencies
-from eps_core.oracle.model import rotate
+from eps_core.reference.model import rotate
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
-"""What editing a cached sequence costs: the next tokens' distribution against the edited text recomputed, and which
+"""The cost of editing a cached sequence: the next tokens' distribution against the edited text recomputed, and which
 value is answered after a field was set right in several ways.
 
-Everything is dense: what differs between arms are K and V alone (`edits`).
+Everything is dense: what differs between variants are K and V alone (`edits`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.store import Store
+from eps_core.config.cache import CacheConfig
 from eps_core.decode.generate import extend, generate, tokens_of
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.evaluation.statistics import bootstrap_interval
+from eps_core.metrics.steps import kl_divergence
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS, draw_key, draw_value, filler, line_start, needle_line, question
 from eps_core.tasks.sizing import answer_steps, answers, bytes_per_token
 from eps_core.tasks.sizing import cut as cut_text
-from eps_core.telemetry.steps import kl_divergence
 from experiments.editing.edits import Span, cut, move, prefilled, splice, written
 
 PARAGRAPH_LINES = 8
@@ -41,7 +41,7 @@ FIXES = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: `num_edits` of every kind, in texts of `context_tokens` tokens."""
+    """Settings of a measurement: `num_edits` of every kind, in texts of `context_tokens` tokens."""
 
     context_tokens: int = 2048
     num_edits: int = 20
@@ -81,11 +81,11 @@ def alone(session: Session, tokens: Sequence[int]) -> Span:
 
 def logits(session: Session, text: Span, following: Sequence[int]) -> np.ndarray:
     """Return logits [N, V] after each of the `following` tokens [N]."""
-    cache, pool = session.cache(Store(), len(text) + len(following))
+    cache, pool = session.cache(CacheConfig(), len(text) + len(following))
     sequence, cache = written(session, text, cache, pool)
     steps = generate(
         session.decoder, cache, pool, [[*text.tokens, following[0]]], len(following), Sampling(),
-        forced_tokens=[[*following[1:], 0]], written=[sequence], keep_logits=True,
+        always_selected_tokens=[[*following[1:], 0]], written=[sequence], keep_logits=True,
     )  # fmt: skip
     return np.concatenate([record.logits for record in steps if record.logits is not None])
 
@@ -93,7 +93,7 @@ def logits(session: Session, text: Span, following: Sequence[int]) -> np.ndarray
 def answer(session: Session, text: Span, asked: Sequence[int]) -> str:
     """Return the digits that follow a question's tokens after the text."""
     steps = answer_steps(session.encode, "0" * VALUE_DIGITS, VALUE_DIGITS)
-    cache, pool = session.cache(Store(), len(text) + len(asked) + steps)
+    cache, pool = session.cache(CacheConfig(), len(text) + len(asked) + steps)
     sequence, cache = written(session, text, cache, pool)
     cache = extend(session.decoder, cache, pool, sequence, asked[:-1])
     prompt = [*sequence.tokens, asked[-1]]

@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.files import outputs
+from eps_core.io import outputs
+from eps_core.metrics.provenance import provenance
+from eps_core.metrics.terminal import Progress
 from eps_core.models.config import DEMO_MODEL
-from eps_core.telemetry.provenance import provenance
-from eps_core.telemetry.terminal import Progress
 from experiments.editing.measure import Plan, markdown, measure, records
 
 

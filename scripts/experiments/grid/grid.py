@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.errors import ConfigError, fault_line
-from eps_core.files.outputs import to_json
-from eps_core.files.resumable import Line, ResumableFile, difference
+from eps_core.io.outputs import to_json
+from eps_core.io.resumable import Line, ResumableFile, difference
+from eps_core.metrics import provenance, terminal
 from eps_core.tasks.corpus import SHA256
-from eps_core.telemetry import provenance, terminal
 from experiments.grid.grid_cell import Bench, Plan
-from experiments.grid.grid_settings import HeadModes, Setting, config_of, verify_of
+from experiments.grid.grid_settings import HeadModes, Setting, config_of, speculative_of
 
 # what two runs must share to be one grid
 IDENTITY = ("grid", "model", "model_id", "backend", "device", "dtype", "plan", "head_modes", "corpus")
@@ -52,18 +52,20 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "batch": setting.batch,
         "method": setting.method,
         "policy": setting.policy,
-        "dim": config.store.dim if config else setting.dim,
-        "bits": config.store.code_bits if config else None,
-        "group_tokens": config.store.S if config else setting.group_tokens,
-        "alpha": config.read.alpha if config and config.read.policy == "threshold" else None,
-        "top_pages": config.read.top_pages if config else setting.top_pages,
-        "guards": [config.read.first_tokens, config.read.last_tokens] if config else None,
-        "mean_tokens": (config.store.mean_tokens or None) if config else setting.mean_tokens,
-        "stages": (list(config.read.stages) or None) if config else None,
-        "refine": config.read.refine if config else setting.refine,
-        "tail_tokens": config.store.tail_tokens if config else setting.tail_tokens,
-        "bound_bits": config.store.bound_bits if config else setting.bound_bits,
-        "epsilon": config.read.epsilon if config and config.read.strict else None,
+        "dim": config.cache_config.dim if config else setting.dim,
+        "bits": config.cache_config.code_bits if config else None,
+        "group_size": config.cache_config.S if config else setting.group_size,
+        "alpha": config.selection_config.alpha if config and config.selection_config.policy == "threshold" else None,
+        "top_pages": config.selection_config.top_pages if config else setting.top_pages,
+        "sink_recent": [config.selection_config.num_sink_tokens, config.selection_config.num_recent_tokens]
+        if config
+        else None,
+        "mean_tokens": (config.cache_config.mean_tokens or None) if config else setting.mean_tokens,
+        "cascade": (list(config.selection_config.cascade) or None) if config else None,
+        "rescore": config.selection_config.rescore if config else setting.rescore,
+        "correction_tokens": config.cache_config.correction_tokens if config else setting.correction_tokens,
+        "bound_bits": config.cache_config.bound_bits if config else setting.bound_bits,
+        "epsilon": config.selection_config.epsilon if config and config.selection_config.strict else None,
         "scope": setting.scope,
         "heads": setting.heads,
         "strict": setting.strict,
@@ -75,8 +77,8 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
 
 # what a line of before it held the whole config tells of it
 _COLUMNS = (
-    "mean_tokens", "stages", "refine", "guards", "tail_tokens", "group_tokens", "dim", "bits", "alpha", "top_pages",
-    "bound_bits", "epsilon", "scope",
+    "mean_tokens", "cascade", "rescore", "sink_recent", "correction_tokens", "group_size", "dim", "bits", "alpha",
+    "top_pages", "bound_bits", "epsilon", "scope",
 )  # fmt: skip
 _MEND = "give another -o, or go on with the version that its first line names"
 
@@ -86,7 +88,7 @@ def check_settings(
 ) -> None:
     """Raises ConfigError where a cell of the file at `path` was measured with other settings than it resolves to now: a
     default has changed since, and the file would hold both. A line of before there was its config is judged by its
-    columns, and what it has none of was off: no unit mean, no second bit, no tail."""
+    columns, and what it has none of was off: no unit mean, no rescoring bit, no correction."""
     for index, line in finished.items():
         if line.get("skipped") is not None:
             continue
@@ -94,7 +96,7 @@ def check_settings(
         name = f"cell {index} ({setting.method}, context {setting.context})"
         try:
             config = config_of(setting, head_modes)
-            verify = verify_of(setting, config)
+            verify = speculative_of(setting, config)
         except ConfigError as error:
             raise ConfigError(f"{path} holds {name}, which is impossible now ({error}): {_MEND}") from error
         now = cell_line(index, setting, config, {"verified": verify.to_dict() if verify.enabled else None})
@@ -135,7 +137,7 @@ class Progress:
 
 @dataclass
 class Counts:
-    """What one start of a grid did: cells measured, and reasons of those that were not, with how many there are.
+    """Counts of one start of a grid: cells measured, and reasons of those that were not, with how many there are.
 
     Skipped cells are impossible as they are set, and finished with that. Failed ones were not for want of memory or by
     a fault, and are tried again when the grid is.
@@ -166,7 +168,7 @@ def run_cells(
     done. A cell that cannot be run is written with the reason, and the grid goes on."""
     counts = Counts()
     pending = [index for index in range(len(cells)) if index not in finished]
-    plans: dict[int, tuple[EpsConfig, Verify]] = {}
+    plans: dict[int, tuple[EpsConfig, SpeculativeConfig]] = {}
 
     def skip(index: int, config: EpsConfig | None, why: str) -> None:
         reason = " ".join(why.split())
@@ -177,7 +179,7 @@ def run_cells(
     for index in pending:
         try:
             config = config_of(cells[index], head_modes)
-            verify = verify_of(cells[index], config)
+            verify = speculative_of(cells[index], config)
         except ConfigError as error:
             skip(index, None, str(error))
             continue

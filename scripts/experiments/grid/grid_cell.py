@@ -13,36 +13,36 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.protocol import Backend
+from eps_core.attention.stats import LayerStats, StepOutput
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.forward import Arithmetic, Decoder
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Document, Outcome, run_batch
-from eps_core.gate.protocol import Backend
-from eps_core.gate.stats import LayerStats, StepOutput
+from eps_core.metrics.steps import StepRecord, percentile, steady, summarise, untimed
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import needle_tokens, text_window
 from eps_core.tasks.sizing import answer_steps, answers
-from eps_core.telemetry.steps import StepRecord, percentile, steady, summarise, untimed
 from experiments.grid.grid_settings import Setting
 from experiments.grid.grid_verified import Measured, decode_both, needle_numbers
 
-MAX_MASS_PAIRS = 200  # (certified, true) pairs that one cell keeps for the report's scatter
+MAX_MASS_PAIRS = 200  # (bounded, true) pairs that one cell keeps for the report's scatter
 Key = tuple[str, int, int]  # of a document: its kind, context and index
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every cell of a grid measures."""
+    """Settings that every cell of a grid shares."""
 
     needles: int = 20  # questions
     texts: int = 2  # windows of real text, rounded up to whole batches
     text_steps: int = 64  # decode steps of each window
-    repeat: int = 1  # times that each window is decoded, densely and gated, for more timings
+    repeat: int = 1  # times that each window is decoded, densely and sparse, for more timings
     audit_every: int = 16  # steps between dense second reads, which measure the true skipped mass; 0: none
     kv_dtype: str = "bfloat16"
     prefill_chunk: int = 2048  # tokens
@@ -51,7 +51,7 @@ class Plan:
 
 @dataclass
 class _Measured:
-    """What the decodes of one cell gave, dense or gated."""
+    """Results of the decodes of one cell, dense or sparse."""
 
     records: list[StepRecord] = field(default_factory=list)
     layers: list[list[LayerStats]] = field(default_factory=list)
@@ -88,24 +88,24 @@ class Bench:
         self._group: tuple[int, int] | None = None
 
     def why_not(self, setting: Setting, config: EpsConfig) -> str | None:
-        """Why the model or the machine cannot run a cell."""
+        """Return why the model or the machine cannot run a cell."""
         steps = max(self.plan.text_steps, answer_steps(self.session.encode, "0" * VALUE_DIGITS, VALUE_DIGITS))
         spec = self.session.spec
         if setting.context > spec.max_context:
             return f"context {setting.context} is past the model's {spec.max_context} tokens{spec.context_note}"
         if setting.context <= steps:
             return f"context {setting.context} leaves no prompt before {steps} decode steps"
-        if config.read.head_modes is not None:
-            shape = (len(config.read.head_modes), len(config.read.head_modes[0]))
+        if config.selection_config.head_modes is not None:
+            shape = (len(config.selection_config.head_modes), len(config.selection_config.head_modes[0]))
             if shape != (spec.num_layers, spec.num_kv_heads):
                 return f"the head policy is of {shape[0]} layers x {shape[1]} kv heads: of another model"
         try:
-            self.session.cache_spec(config.store, [setting.context] * setting.batch)
+            self.session.cache_spec(config.cache_config, [setting.context] * setting.batch)
         except ConfigError as error:
             return str(error)
         return None
 
-    def measure_verified(self, setting: Setting, config: EpsConfig, verify: Verify) -> dict[str, Any]:
+    def measure_verified(self, setting: Setting, config: EpsConfig, verify: SpeculativeConfig) -> dict[str, Any]:
         """The numbers of one cell of verified decoding (see `cell_line`)."""
         self.session.load(verify)  # a drafter that cannot be costs no prefill
         self._turn_to(setting)
@@ -124,7 +124,13 @@ class Bench:
         return {**measured.numbers(), **needle_numbers(answered)}
 
     def _both(
-        self, kind: str, context: int, indices: tuple[int, ...], config: EpsConfig, verify: Verify, sampling: Sampling
+        self,
+        kind: str,
+        context: int,
+        indices: tuple[int, ...],
+        config: EpsConfig,
+        verify: SpeculativeConfig,
+        sampling: Sampling,
     ) -> tuple[Outcome, Outcome]:
         documents = [self._document(kind, context, index)[0] for index in indices]
         prefixes = [self._prefix(kind, context, index) for index in indices]
@@ -141,7 +147,7 @@ class Bench:
         """The numbers of one cell (see `cell_line`)."""
         self._turn_to(setting)
         plan, batch = self.plan, setting.batch
-        gated, dense = _Measured(), _Measured()
+        sparse, dense = _Measured(), _Measured()
         divergences: list[float] = []
         agreements: list[bool] = []
         for indices in _batches(-(-plan.texts // batch) * batch, batch):
@@ -150,28 +156,28 @@ class Bench:
                 dense.timings += steady(one.records)
             decoded, layers = self._decode("text", setting.context, indices, config, plan.repeat, reference)
             for one in decoded:
-                gated.timings += steady(one.records)
-            gated.add(decoded[0], layers)
+                sparse.timings += steady(one.records)
+            sparse.add(decoded[0], layers)
             assert decoded[0].kl is not None and decoded[0].agree is not None
             divergences += np.maximum(decoded[0].kl, 0).ravel().tolist()
             agreements += decoded[0].agree.ravel().tolist()
-        answered: list[tuple[bool, bool]] = []  # (densely, gated)
+        answered: list[tuple[bool, bool]] = []  # (densely, sparse)
         for indices in _batches(plan.needles, batch):
             before = self._decode_dense("needle", setting.context, indices)
             (now,), layers = self._decode("needle", setting.context, indices, config)
-            gated.add(now, layers)
+            sparse.add(now, layers)
             for row, index in enumerate(indices):
                 _, answer = self._document("needle", setting.context, index)
                 answered.append((self._says(before.said[row], answer), self._says(now.said[row], answer)))
-        summary = summarise(gated.records)
+        summary = summarise(sparse.records)
         pages_total = summary["pages_total"]
         return {
             "bytes_ratio": summary["bytes_ratio"],
             "kv_ratio": summary["kv_ratio"],
             "summary_ratio": summary["summary_ratio"],
-            "visit_ratio": summary["visit_ratio"],
-            "forced_ratio": summary["pages_forced"] / pages_total if pages_total else None,
-            "visit_ratio_by_layer_and_head": summary["visit_ratio_by_layer_and_head"],
+            "selected_ratio": summary["selected_ratio"],
+            "always_selected_ratio": summary["pages_always_selected"] / pages_total if pages_total else None,
+            "selected_ratio_by_layer_and_head": summary["selected_ratio_by_layer_and_head"],
             "kl_mean": float(np.mean(divergences)) if divergences else None,
             "kl_max": max(divergences, default=None),
             "top1_agreement": float(np.mean(agreements)) if agreements else None,
@@ -181,12 +187,12 @@ class Bench:
             "needles_dense": sum(before for before, _ in answered),
             "needles_lost": sum(before and not now for before, now in answered),
             "needles_gained": sum(now and not before for before, now in answered),
-            **gated.times(),
+            **sparse.times(),
             **{f"dense_{name}": value for name, value in dense.times().items()},
-            "timed_steps": len(gated.timings),
-            "mass_skipped_est_mean": summary["mass_skipped_est_mean"],
-            **masses(gated.layers),
-            "escalations": summary["escalations"],
+            "timed_steps": len(sparse.timings),
+            "skipped_mass_mean": summary["skipped_mass_mean"],
+            **masses(sparse.layers),
+            "extensions": summary["extensions"],
             "fallbacks": summary["fallbacks"],
         }
 
@@ -248,10 +254,10 @@ class Bench:
         documents = [self._document(kind, context, index)[0] for index in indices]
         prefixes = [self._prefix(kind, context, index) for index in indices]
         every = self.plan.audit_every if kind == "text" else 0
-        arms = dict.fromkeys(range(repeat), config)
+        variants = dict.fromkeys(range(repeat), config)
         decoder = Watched(self.session.backend, self.session.decoder.model)
         found = run_batch(
-            self.session, documents, arms, prefixes, dense, audit_every=every, time_every=self.session.time_every,
+            self.session, documents, variants, prefixes, dense, audit_every=every, time_every=self.session.time_every,
             decoder=decoder,
         )  # fmt: skip
         return list(found.values()), decoder.kept_layers
@@ -279,17 +285,17 @@ def _batches(count: int, batch: int) -> Iterator[tuple[int, ...]]:
 def masses(layers: Sequence[Sequence[LayerStats]]) -> dict[str, Any]:
     """Certified and true shares of the softmax left unread, over all steps, layers, sequences and kv heads."""
     flat = [layer for step in layers for layer in step]
-    certified = [layer.mass_skipped_cert for layer in flat if layer.mass_skipped_cert is not None]
-    true = [layer.mass_skipped_true for layer in flat if layer.mass_skipped_true is not None]
+    certified = [layer.skipped_mass_bound for layer in flat if layer.skipped_mass_bound is not None]
+    true = [layer.skipped_mass_true for layer in flat if layer.skipped_mass_true is not None]
     pairs: list[tuple[float, float]] = []
     for layer in flat:
-        if layer.mass_skipped_cert is not None and layer.mass_skipped_true is not None:
-            both = zip(layer.mass_skipped_cert.ravel(), layer.mass_skipped_true.ravel(), strict=True)
+        if layer.skipped_mass_bound is not None and layer.skipped_mass_true is not None:
+            both = zip(layer.skipped_mass_bound.ravel(), layer.skipped_mass_true.ravel(), strict=True)
             pairs += [(float(bound), float(share)) for bound, share in both]
     stride = max(1, -(-len(pairs) // MAX_MASS_PAIRS))
     found: dict[str, Any] = {}
-    for name, values in (("cert", certified), ("true", true)):
+    for name, values in (("bound", certified), ("true", true)):
         joined = np.concatenate([value.ravel() for value in values]) if values else np.zeros(0)
-        found[f"mass_skipped_{name}_mean"] = float(joined.mean()) if len(joined) else None
-        found[f"mass_skipped_{name}_max"] = float(joined.max()) if len(joined) else None
+        found[f"skipped_mass_{name}_mean"] = float(joined.mean()) if len(joined) else None
+        found[f"skipped_mass_{name}_max"] = float(joined.max()) if len(joined) else None
     return {**found, "mass_pairs": pairs[::stride]}

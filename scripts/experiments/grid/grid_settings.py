@@ -7,13 +7,13 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+from eps_core.config.cache import EVALUATION_METHODS, METHODS
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import POLICIES, SCOPES
-from eps_core.config.store import EVALUATION_METHODS, METHODS
-from eps_core.config.verify import DRAFT_WEIGHTS, MODES, Verify
+from eps_core.config.selection import POLICIES, SCOPES
+from eps_core.config.speculative import DRAFT_WEIGHTS, MODES, SpeculativeConfig
 from eps_core.errors import ConfigError, brief, shown
-from eps_core.files import inputs
-from eps_core.files.records import Between, read_record
+from eps_core.io import inputs
+from eps_core.io.records import Between, read_record
 
 HeadModes = tuple[tuple[str, ...], ...]
 AtLeastOne = Annotated[int, Between(1, 2**40)]
@@ -35,17 +35,17 @@ class Setting:
     alpha: float | None = None
     last_n: int | None = None
     group_blocks: int | None = None
-    group_tokens: int | None = None
+    group_size: int | None = None
     budget: float | None = None
     top_pages: int | None = None
     epsilon: float | None = None
     heads: str = "all"
     strict: bool = False
     bound_bits: int | None = None
-    mean_tokens: int | None = None  # rq: see `Store`
-    stages: str | None = None  # as --eps-stages takes them
-    refine: float | None = None
-    tail_tokens: int | None = None
+    mean_tokens: int | None = None  # rq: see `CacheConfig`
+    cascade: str | None = None  # as --eps-cascade takes them
+    rescore: float | None = None
+    correction_tokens: int | None = None
     scope: str = "kv-head"
     first_n: int | None = None
     # verified decoding: documents then go on by themselves, drawn with `temperature`
@@ -59,7 +59,7 @@ class Setting:
         """A cell leaves out newer axes that have their defaults (of verified decoding, where it has none of it): a grid
         that asks for none of them is the same grid as before there were any, and its file goes on."""
         usual, values = Setting(), asdict(self)
-        axes = ("mean_tokens", "stages", *(("verify", *_VERIFY_AXES) if self.verify == usual.verify else ()))
+        axes = ("mean_tokens", "cascade", *(("verify", *_VERIFY_AXES) if self.verify == usual.verify else ()))
         return {name: value for name, value in values.items() if name not in axes or value != getattr(usual, name)}
 
 
@@ -73,13 +73,13 @@ _CHOICES = {
     "verify": MODES,
     "draft_weights": DRAFT_WEIGHTS,
 }
-STRICT_BITS = 8  # of the codes that certify a strict cell of a method without bounds
+STRICT_BITS = 8  # of the codes that bound a strict cell of a method without bounds
 # the axes that mean something under one policy, or some, only
 _POLICIES_OF = {"alpha": ("threshold",), "budget": ("topk", "threshold")}
 
 _EXACT = {"context": [4096, 8192], "verify": "tokens", "temperature": [0.0, 0.8]}
 
-# the product requirements' grid, 1,296 cells; one that the demo model finishes in minutes, and one in half a minute;
+# the full grid, 1,296 cells; one that the demo model finishes in minutes, and one in half a minute;
 # the others for models that hold their contexts
 PRESETS: dict[str, list[dict[str, Any]]] = {
     "prd": [
@@ -126,11 +126,11 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
     "verified": [
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": [4, 8, 12, 16]},
         {**_EXACT, "method": "rq", "budget": [0.02, 0.1], "draft": [8, 16]},
-        # a budget that small would go to their usual guards, 144 tokens, alone
+        # a budget that small would go to their usual sink and recent tokens, 144 tokens, alone
         {
             **_EXACT,
             "method": ["box", "meanstd"],
-            "group_tokens": 16,
+            "group_size": 16,
             "budget": 0.03,
             "first_n": 1,
             "last_n": 2,
@@ -138,10 +138,10 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         },
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_weights": "4bit"},
     ],
-    # the requirements' verdict is of 32k tokens on
+    # the verdict is of 32k tokens on
     "long": [
         {"context": [8192, 16384, 32768], "method": "rq", "budget": [0.01, 0.02, 0.05]},
-        {"context": 32768, "method": ["box", "meanstd"], "group_tokens": 16, "budget": [0.1, 0.2]},
+        {"context": 32768, "method": ["box", "meanstd"], "group_size": 16, "budget": [0.1, 0.2]},
         {"context": 32768, "method": "rq", "strict": True, "epsilon": [0.01, 0.1]},
         {**_EXACT, "context": [8192, 32768], "method": "rq", "budget": 0.02, "draft": [8, 16]},
     ],
@@ -179,7 +179,7 @@ def _axis(name: str, value: Any, source: str) -> list[Any]:
     if not values:
         raise ConfigError(f"{source}: axis {name} is an empty list: give it a value or leave it out")
     for item in values:
-        read_record(_KINDS[name], item, f"{source}: axis {name}", "mend it")
+        read_record(_KINDS[name], item, f"{source}: axis {name}", "fix it")
         if name in _CHOICES and item not in _CHOICES[name]:
             raise ConfigError(f"{source}: {name} {shown(item)} is unknown: choose among {', '.join(_CHOICES[name])}")
     return values
@@ -199,34 +199,35 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
     default = EpsConfig.of()
     # what an axis leaves out is the method's own default
     given = {
-        name: getattr(setting, name) for name in ("dim", "mean_tokens", "budget", "bound_bits", "refine", "tail_tokens")
-    } | {"stages": _stages_of(setting)}
+        name: getattr(setting, name)
+        for name in ("dim", "mean_tokens", "budget", "bound_bits", "rescore", "correction_tokens")
+    } | {"cascade": _stages_of(setting)}
     common: dict[str, Any] = {
         "method": setting.method,
         "policy": setting.policy,
         "scope": setting.scope,
-        "group_tokens": setting.group_tokens,
+        "group_size": setting.group_size,
         "group_blocks": setting.group_blocks,
         "head_modes": head_modes if setting.heads == "retrieval" else None,
         **{name: value for name, value in given.items() if value is not None},
     }
     sized = EpsConfig.of(**(common | {"policy": "topk"}))
-    if setting.strict and setting.bound_bits is None and not sized.store.has_bounds:
+    if setting.strict and setting.bound_bits is None and not sized.cache_config.has_bounds:
         common["bound_bits"] = STRICT_BITS
     top_pages = setting.top_pages
     if setting.policy == "threshold" and top_pages is None:
         top_pages = sized.budget_groups(setting.context)
-    for name, tokens in (("first_n", "first_tokens"), ("last_n", "last_tokens")):
+    for name, tokens in (("first_n", "num_sink_tokens"), ("last_n", "num_recent_tokens")):
         groups = getattr(setting, name)
         if groups is not None and groups < 0:
             raise ConfigError(f"{name} {groups} is negative")
         if groups is not None:
-            common[tokens] = groups * sized.store.S
+            common[tokens] = groups * sized.cache_config.S
     return EpsConfig.of(
         **common,
-        alpha=default.read.alpha if setting.alpha is None else float(setting.alpha),
+        alpha=default.selection_config.alpha if setting.alpha is None else float(setting.alpha),
         top_pages=top_pages,
-        epsilon=default.read.epsilon if setting.epsilon is None else float(setting.epsilon),
+        epsilon=default.selection_config.epsilon if setting.epsilon is None else float(setting.epsilon),
         strict=setting.strict,
     )
 
@@ -235,23 +236,25 @@ _SHARES = re.compile(r"[0-9.]+(,[0-9.]+)*", re.ASCII)
 
 
 def _stages_of(setting: Setting) -> tuple[float, ...] | None:
-    if setting.stages is None:
+    if setting.cascade is None:
         return None
     try:
-        shares = tuple(map(float, setting.stages.split(","))) if _SHARES.fullmatch(setting.stages) else None
+        shares = tuple(map(float, setting.cascade.split(","))) if _SHARES.fullmatch(setting.cascade) else None
     except ValueError:
         shares = None
     if shares is None:
-        raise ConfigError(f"stages {shown(setting.stages)} is no list of shares: write 0.25, or 0.5,0.2, or 0 for none")
+        raise ConfigError(
+            f"stages {shown(setting.cascade)} is no list of shares: write 0.25, or 0.5,0.2, or 0 for none"
+        )
     return () if shares == (0,) else shares
 
 
-def verify_of(setting: Setting, config: EpsConfig) -> Verify:
+def speculative_of(setting: Setting, config: EpsConfig) -> SpeculativeConfig:
     """The cell's Verify; ConfigError says why a combination is impossible."""
-    default = Verify()
+    default = SpeculativeConfig()
     draft = None if setting.draft_auto else default.draft if setting.draft is None else setting.draft
     most = max(default.most, draft or 0)
-    verify = Verify(setting.verify, draft, most, setting.draft_weights)
+    verify = SpeculativeConfig(setting.verify, draft, most, setting.draft_weights)
     idle = [name for name in _VERIFY_AXES if getattr(setting, name) != getattr(Setting(), name)]
     if idle and not verify.enabled:
         raise ConfigError(f"{idle[0]} {getattr(setting, idle[0])} belongs to verified decoding: add verify tokens")

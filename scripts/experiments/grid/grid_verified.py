@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.sampling import Sampling
+from eps_core.evaluation.outcomes import partings
 from eps_core.evaluation.runner import DENSE, Document, Outcome, run_batch
-from eps_core.evaluation.sides import partings
 from eps_core.evaluation.statistics import bootstrap_interval, wilson_interval
-from eps_core.telemetry.rounds import RoundRecord, summarise_rounds
-from eps_core.telemetry.steps import StepRecord, summarise
+from eps_core.metrics.rounds import RoundRecord, summarise_rounds
+from eps_core.metrics.steps import StepRecord, summarise
 
 # of the summary of all rounds, as it is
 _SUMMED = (
@@ -54,7 +54,7 @@ class Measured:
             **found,
             "draft_kl_mean": summary["audit_kl_mean"],
             "draft_tv_mean": summary["audit_tv_mean"],
-            "draft_mass_skipped_true_mean": summary["mass_skipped_true_mean"],
+            "draft_skipped_mass_true_mean": summary["skipped_mass_true_mean"],
             "documents": self.num_documents,
             "documents_equal": equal,
             "documents_equal_interval": wilson_interval(equal, self.num_documents),
@@ -68,7 +68,7 @@ def decode_both(
     documents: Sequence[Document],
     prefixes: Sequence[Any],
     config: EpsConfig,
-    verify: Verify,
+    verify: SpeculativeConfig,
     sampling: Sampling,
 ) -> tuple[Outcome, Outcome]:
     """(dense, verified) decodes of documents that go on by themselves."""
@@ -78,7 +78,7 @@ def decode_both(
 
 
 def needle_numbers(answered: Sequence[tuple[bool, bool]]) -> dict[str, Any]:
-    """Of (densely, verified) answers."""
+    """Return the numbers of (densely, verified) answers."""
     now = np.array(answered, bool).reshape(-1, 2)
     return {
         "num_needles": len(now),

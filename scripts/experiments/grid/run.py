@@ -15,12 +15,12 @@ import click
 from eps_core.cli.help import CHECKS, FILE, INPUT, MEASURING, MODEL, OUTPUT, OUTPUT_FILE, SELECTION, command, option
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, Whole
 from eps_core.cli.source import backend_option, device_option, dtype_option, model_option
-from eps_core.config.store import DTYPE_BYTES
+from eps_core.config.cache import DTYPE_BYTES
 from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError, exit_code
-from eps_core.files import outputs
-from eps_core.files.resumable import ResumableFile
+from eps_core.io import outputs
+from eps_core.io.resumable import ResumableFile
 from eps_core.models.config import DEMO_MODEL
 from experiments.grid.grid import IDENTITY, Progress, check_settings, header, run_cells
 from experiments.grid.grid_cell import Bench, Plan
@@ -84,7 +84,7 @@ _PLAN = Plan()
 )  # fmt: skip
 @option("--seed", heading=INPUT, type=SEED, default=_PLAN.seed, show_default=True, help="Of the documents.")
 def main(**flags: Any) -> None:
-    """Measure every combination of a grid, dense and gated side by side, one JSON line a finished cell.
+    """Measure every combination of a grid, dense and sparse side by side, one JSON line a finished cell.
 
     Started again with the same -o it goes on where it was stopped, however it was stopped, but not over cells that were
     measured with other defaults than there are now. The grid file holds axes,

@@ -1,4 +1,4 @@
-"""What all rewrites share: the layer that they are given, what they give back, and codes of an interval.
+"""The parts that all rewrites share: the layer that they are given, what they give back, and codes of an interval.
 
 A rewrite takes one layer's K and V of a whole prompt when its prefill ends and says what attention is to read instead,
 with the bytes that this would take in its own format: codes, scales, centroids, projections, all counted. It is
@@ -40,8 +40,8 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """What attention reads of a layer instead, by kv head, and the bytes of its format. `positions` are those whose
-    rotation a row's key holds."""
+    """The rows that attention reads of a layer instead, by kv head, and the bytes of its format. `positions` are those
+    whose rotation a row's key holds."""
 
     keys: Sequence[np.ndarray]  # [H] of [N, D] float32, after RoPE
     values: Sequence[np.ndarray]  # [H] of [N, D] float32
@@ -55,7 +55,7 @@ class Rewritten:
 
 
 def in_place(keys: np.ndarray, values: np.ndarray, row_bytes: int, table_bytes: int = 0) -> Rewritten:
-    """Of rows [T, H, D] that stand for the tokens that they stood for. Raises ValueError where they are not finite."""
+    """Return the rewrite to rows [T, H, D] of the same tokens. Raises ValueError where they are not finite."""
     if not (np.isfinite(keys).all() and np.isfinite(values).all()):
         raise ValueError("scales are float16, and what they are of is beyond its range: no format can say it")
     positions = [np.arange(len(keys))] * keys.shape[1]

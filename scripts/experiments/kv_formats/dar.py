@@ -9,9 +9,9 @@ TABLE_ELEMENT_BYTES = 4  # projections are float32
 
 
 def rewrite(layer: Layer, part: float, window: int = 256) -> Rewritten:
-    """All but the newest `window` tokens by their coordinates, float16, in `part` of D directions, those of the most
-    energy of K and of V by head. A logit is then (P^T q) . (P^T k) = q . P P^T k, and an output P (sum of a P^T v): as
-    if K and V were projected rows, which is what is given back."""
+    """Return all but the newest `window` tokens by their coordinates, float16, in `part` of D directions, those of the
+    most energy of K and of V by head. A logit is then (P^T q) . (P^T k) = q . P P^T k, and an output P (sum of a P^T
+    v): as if K and V were projected rows, which are given back."""
     length, heads, dim = layer.keys.shape
     old, few = max(length - window, 0), max(round(part * dim), 1)
     keys, values = layer.keys.astype(np.float64), layer.values.astype(np.float64)

@@ -30,7 +30,7 @@ def rewrite(layer: Layer, tau: float, window: int = 12) -> Rewritten:
 
 
 def cosines(rows: np.ndarray) -> np.ndarray:
-    """Of rows [T, D] with the row before: [T], -inf for the first; 0 where one of the two is 0."""
+    """Return the cosines of rows [T, D] with the row before: [T], -inf for the first; 0 where one of the two is 0."""
     norms = np.linalg.norm(rows, axis=1)
     scale = norms[1:] * norms[:-1]
     along = (rows[1:] * rows[:-1]).sum(1) / np.where(scale > 0, scale, 1.0)

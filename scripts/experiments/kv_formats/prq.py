@@ -13,8 +13,8 @@ MOST_ROUNDS, STILL = 100, 1e-4  # of k-means, and how far its centroids move whe
 SEED = 0
 
 
-def rewrite(layer: Layer, stages: int = 1, zeros: bool = False) -> Rewritten:
-    """Of K and of V, head by head: `stages` times k-means over the prompt's tokens, each of what the one before left;
+def rewrite(layer: Layer, cascade: int = 1, zeros: bool = False) -> Rewritten:
+    """Rewrite K and V, head by head: `stages` times k-means over the prompt's tokens, each of what the one before left;
     then codes of BITS of the rest, by one scale a block of BLOCK dimensions (the last may have fewer), with `zeros`
     between its least and largest (the source's asymmetric form: one level more, and two bytes)."""
     length, heads, dim = layer.keys.shape
@@ -23,7 +23,7 @@ def rewrite(layer: Layer, stages: int = 1, zeros: bool = False) -> Rewritten:
     for index, rows in enumerate((layer.keys, layer.values)):
         for head in range(heads):
             rest = rows[:, head].astype(np.float64)
-            for stage in range(stages):
+            for stage in range(cascade):
                 centroids, ids = kmeans(rest, np.random.default_rng([SEED, index, head, stage]))
                 rest = rest - centroids[ids]
                 table_bytes += centroids.size * ELEMENT_BYTES
@@ -32,7 +32,7 @@ def rewrite(layer: Layer, stages: int = 1, zeros: bool = False) -> Rewritten:
             # what the codes miss of the rest is what they miss of the row
             found[index][:, head] = rows[:, head] - (rest - np.concatenate(blocks, axis=1))
     scales = -(-dim // BLOCK) * (2 if zeros else 1) * ELEMENT_BYTES
-    row_bytes = 2 * heads * length * (stages + packed(dim * BITS) + scales)
+    row_bytes = 2 * heads * length * (cascade + packed(dim * BITS) + scales)
     return in_place(found[0], found[1], row_bytes, table_bytes)
 
 
@@ -52,6 +52,6 @@ def kmeans(rows: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.n
 
 
 def nearest(rows: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Of rows [T, D] the index of the nearest of centroids [C, D], ties to the lower one: [T] uint8."""
+    """Return, of rows [T, D], the index of the nearest of centroids [C, D], ties to the lower one: [T] uint8."""
     distances = (centroids**2).sum(1) - 2 * rows @ centroids.T
     return distances.argmin(1).astype(np.uint8)

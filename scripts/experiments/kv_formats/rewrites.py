@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.protocol import Array, Backend
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.evicting import evicting
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
-from eps_core.evict.keep import Keep
-from eps_core.files.records import Count, Name, Nats, Positive
-from eps_core.gate.protocol import Array, Backend
+from eps_core.eviction.config import EvictionConfig
+from eps_core.io.records import Count, Name, Nats, Positive
 from eps_core.models.rope import inverse_frequencies
 from eps_core.models.spec import ModelSpec
 from experiments.kv_formats.base import ELEMENT_BYTES, Layer, Rewritten, in_place
@@ -33,26 +33,26 @@ Settings = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
-class Arm:
-    """What K and V are kept as, and how that is read."""
+class Variant:
+    """The form that K and V are kept in, and how that is read."""
 
     rewrite: str = OFF
     settings: Settings = ()
     config: EpsConfig = EpsConfig()  # noqa: RUF009
 
 
-def arms() -> tuple[Arm, ...]:
+def variants() -> tuple[Variant, ...]:
     """EPS alone, every rewrite alone, and EPS over two whose bytes are the same for every row."""
-    gated = EpsConfig.of(method="rq", budget=EPS_BUDGET)
+    sparse = EpsConfig.of(method="rq", budget=EPS_BUDGET)
     alone = [
-        *(Arm("per-channel", (("bits", bits),)) for bits in (4, 2)),
-        *(Arm("block-gtq", (("bits", bits),)) for bits in (4, 3, 2)),
-        *(Arm("prq", (("stages", 1), ("zeros", zeros))) for zeros in (False, True)),
-        *(Arm("dar", (("part", part),)) for part in (0.5, 0.25)),
-        *(Arm("dmc", (("tau", tau),)) for tau in TAUS),
+        *(Variant("per-channel", (("bits", bits),)) for bits in (4, 2)),
+        *(Variant("block-gtq", (("bits", bits),)) for bits in (4, 3, 2)),
+        *(Variant("prq", (("cascade", 1), ("zeros", zeros))) for zeros in (False, True)),
+        *(Variant("dar", (("part", part),)) for part in (0.5, 0.25)),
+        *(Variant("dmc", (("tau", tau),)) for tau in TAUS),
     ]
-    both = [Arm("block-gtq", (("bits", 4),), gated), Arm("dmc", (("tau", TAUS[0]),), gated)]
-    return (Arm(config=gated), *alone, *both)
+    both = [Variant("block-gtq", (("bits", 4),), sparse), Variant("dmc", (("tau", TAUS[0]),), sparse)]
+    return (Variant(config=sparse), *alone, *both)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Cell:
 class Plan(Documents):
     """A table's documents under arms that differ in what K and V are kept as, too."""
 
-    arms: tuple[Arm, ...] = field(default_factory=arms)
+    variants: tuple[Variant, ...] = field(default_factory=variants)
 
 
 def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
@@ -100,14 +100,14 @@ class QuerySquares:
     `rewrite.base.Layer.query_squares` is of."""
 
     def __init__(self, eps: Backend, spec: ModelSpec) -> None:
-        self.eps, self.spec = eps, spec
+        self.backend, self.spec = eps, spec
         spec.require_full_attention("rewriting K and V")
         self.sums = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim // 2))
         self.counts = np.zeros(spec.num_layers, np.int64)
 
     def prompt(self, cache: Any, layer: int, q: Array, k: Array, length: int) -> None:
         """As `decode.observe.Watcher` has it."""
-        (host,) = self.eps.to_host(cache, [q])
+        (host,) = self.backend.to_host(cache, [q])
         squares = host.astype(np.float64).reshape(len(host), self.spec.num_kv_heads, -1, 2, self.spec.head_dim // 2)
         self.sums[layer] += (squares**2).sum(axis=(0, 2, 3))
         self.counts[layer] += len(host) * squares.shape[2]
@@ -125,7 +125,7 @@ def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple
         answer = ""
     else:
         document, answer = needle(session, plan, index)
-    dense, outcomes = run_arms(session, document, plan.arms)
+    dense, outcomes = run_arms(session, document, plan.variants)
     tallies = {}
     for key, one in outcomes.items():
         read = one.bytes_read(first=int(kind == "needle"))
@@ -144,7 +144,7 @@ class Run:
 
     @property
     def _plain_bytes(self) -> int:
-        """Of the prompt's rows, were they kept as they are."""
+        """Return the bytes of the prompt's rows, were they kept as they are."""
         return self.kv_token_bytes * sum(len(rows) for layer in self.layers for rows in layer.positions)
 
     def _decoded_bytes(self, num_steps: int) -> int:
@@ -169,9 +169,9 @@ class Run:
         return round(read)
 
 
-def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> tuple[Outcome, dict[int, Run]]:
+def run_arms(session: Session, document: Document, variants: Iterable[Variant]) -> tuple[Outcome, dict[int, Run]]:
     """(dense, every arm by its index), along a text compared with dense."""
-    spec, arms = session.spec, list(arms)
+    spec, variants = session.spec, list(variants)
     squares = QuerySquares(session.backend, spec)
     prefix = session.prefix(document.prompt[:-1], observed=squares)
     dense = run_batch(session, [document], {DENSE: EpsConfig()}, [prefix])[DENSE]
@@ -179,19 +179,19 @@ def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> tuple
     frequencies = inverse_frequencies(spec)
     layers = [Layer(k, v, frequencies, squares.means(index)) for index, (k, v) in enumerate(host)]
     found: dict[int, Run] = {}
-    for name, settings in dict.fromkeys((arm.rewrite, arm.settings) for arm in arms):
+    for name, settings in dict.fromkeys((variant.rewrite, variant.settings) for variant in variants):
         made = plain if name == OFF else rewrite(name).rewrite
         rewritten = [made(layer, **dict(settings)) for layer in layers]
-        for index, arm in enumerate(arms):
-            if (arm.rewrite, arm.settings) == (name, settings):
-                outcome = _decoded(session, document, arm.config, rewritten)
-                if document.forced is not None:
+        for index, variant in enumerate(variants):
+            if (variant.rewrite, variant.settings) == (name, settings):
+                outcome = _decoded(session, document, variant.config, rewritten)
+                if document.always_selected is not None:
                     outcome.against(dense)
                 of_heads = spec.num_layers * spec.num_kv_heads
                 rows = sum(len(one) for layer in rewritten for one in layer.positions) // of_heads
-                kept = summaries_kept(session, arm.config, rows + len(outcome.records))
+                kept = summaries_kept(session, variant.config, rows + len(outcome.records))
                 found[index] = Run(outcome, rewritten, session.one_unit().kv_token_bytes, kept)
-    return dense, {index: found[index] for index in range(len(arms))}
+    return dense, {index: found[index] for index in range(len(variants))}
 
 
 def plain(layer: Layer) -> Rewritten:
@@ -202,32 +202,36 @@ def plain(layer: Layer) -> Rewritten:
 
 def _decoded(session: Session, document: Document, config: EpsConfig, layers: list[Rewritten]) -> Outcome:
     eps, length = session.backend, len(document.prompt) - 1
-    decoder, cache, pools = evicting(session, Keep(), config.store, [len(document.prompt)], document.num_steps)
+    decoder, cache, pools = evicting(
+        session, EvictionConfig(), config.cache_config, [len(document.prompt)], document.num_steps
+    )
 
     def rows(layer: int, head: int) -> list[Array]:
         both = (layers[layer].keys[head], layers[layer].values[head])
         return [eps.from_numpy(np.ascontiguousarray(one[:, None]), "float32", session.device) for one in both]
 
     sequence, cache = decoder.place(cache, length, [layer.positions for layer in layers], rows)
-    read = config.read if config.store.enabled else None
-    texts = document.forced is not None
-    outcome, _ = decode(session, cache, pools, [document], read, decoder=decoder, written=[sequence], keep_logits=texts)
+    selection_config = config.selection_config if config.cache_config.enabled else None
+    texts = document.always_selected is not None
+    outcome, _ = decode(
+        session, cache, pools, [document], selection_config, decoder=decoder, written=[sequence], keep_logits=texts
+    )
     return outcome
 
 
 def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> list[Cell]:
     """The table from every document's (kind, tallies, answered densely)."""
-    totals, needles_dense = added(len(plan.arms), results)
+    totals, needles_dense = added(len(plan.variants), results)
     return [
         Cell(
             context_tokens=plan.context_tokens,
-            rewrite=arm.rewrite,
-            settings=dict(arm.settings),
-            method=arm.config.store.method,
-            budget=arm.config.read.budget if arm.config.store.enabled else None,
+            rewrite=variant.rewrite,
+            settings=dict(variant.settings),
+            method=variant.config.cache_config.method,
+            budget=variant.config.selection_config.budget if variant.config.cache_config.enabled else None,
             **measured(plan, totals[index], needles_dense),
         )
-        for index, arm in enumerate(plan.arms)
+        for index, variant in enumerate(plan.variants)
     ]
 
 

@@ -1,7 +1,7 @@
 """How far K and V as codes move the next token: KL by bits of K, bits of V and layer, along a text.
 
 The text's start is prefilled once, in the cache's dtype; of its last tokens every cache answers in one dense pass, so
-that all arms see the same keys and values before they are rounded, and differ in nothing else.
+that all variants see the same keys and values before they are rounded, and differ in nothing else.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,24 +12,24 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import AS_THEY_ARE, EXACT, FormatName, KvFormats, formats_for
-from eps_core.config.store import Store
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import overflow
-from eps_core.evaluation.capture import first_tokens, model_name
-from eps_core.files import outputs
-from eps_core.paging.rows import Rows
-from eps_core.telemetry import provenance, terminal
-from eps_core.telemetry.steps import kl_divergence, log_softmax
+from eps_core.evaluation.capture import model_name, num_sink_tokens
+from eps_core.io import outputs
+from eps_core.kv_cache.rows import Rows
+from eps_core.metrics import provenance, terminal
+from eps_core.metrics.steps import kl_divergence, log_softmax
 
-Arm = tuple[FormatName, FormatName, int | None]  # bits of K, bits of V, the only layer of codes; None: every layer
+Variant = tuple[FormatName, FormatName, int | None]  # bits of K, bits of V, the only layer of codes; None: every layer
 
 
 @dataclass(frozen=True)
 class KvMapRequest:
-    """What the command line asked for. A `context_tokens` of None is what model and text hold."""
+    """Settings that the command line asked for. A `context_tokens` of None is what model and text hold."""
 
     model: Path | None = None
     text: Path | None = None
@@ -44,7 +44,7 @@ class KvMapRequest:
 
 @dataclass(frozen=True)
 class Moved:
-    """Next-token distributions of one arm against those of K and V as they are, over the text's last tokens: KL in
+    """Next-token distributions of one variant against those of K and V as they are, over the text's last tokens: KL in
     nats, the share of tokens with the same most likely one, and by how much the text became less likely, nats a
     token."""
 
@@ -61,7 +61,7 @@ class Moved:
 
     @property
     def part(self) -> str | None:
-        """Where K or V alone lies as codes, that, such as `K 8`."""
+        """Return where K or V alone lies as codes, that, such as `K 8`."""
         coded = [(which, name) for which, name in (("K", self.k_bits), ("V", self.v_bits)) if name != AS_THEY_ARE]
         return "{} {}".format(*coded[0]) if len(coded) == 1 else None
 
@@ -94,7 +94,7 @@ class Reader:
     def _filled(self, bits: KvFormats) -> tuple[Any, np.ndarray, Rows]:
         """(cache, slots of the last tokens, rows)."""
         session = replace(self.session, kv_bits=bits)
-        cache, pool = session.cache(Store(), len(self.tokens))
+        cache, pool = session.cache(CacheConfig(), len(self.tokens))
         sequence, cache = self.prefix.into(session.backend, cache, pool)
         session.backend.check_finite(cache)  # float32 holds what no code can say
         slots, _ = pool.append(sequence, self.tokens[self.context :])
@@ -109,7 +109,7 @@ class Reader:
             raise overflow("the logits", cache.spec.dtype)
         return verified.logits
 
-    def arms(self, bits: KvFormats) -> Iterator[tuple[int | None, np.ndarray]]:
+    def variants(self, bits: KvFormats) -> Iterator[tuple[int | None, np.ndarray]]:
         """(layer, logits [N, V]) with every layer as codes, then each alone."""
         made = self._filled(bits)
         yield None, self.logits(made)
@@ -121,29 +121,29 @@ class Reader:
             yield layer, self.logits(made)
 
 
-def moved(arm: Arm, want: np.ndarray, got: np.ndarray, following: np.ndarray, bytes_ratio: float) -> Moved:
-    """Of logits [N, V] against those of K and V as they are; `following` [M], M <= N: the text's next tokens."""
+def moved(variant: Variant, want: np.ndarray, got: np.ndarray, following: np.ndarray, bytes_ratio: float) -> Moved:
+    """Return how far logits `got` [N, V] are from `want`; `following` [M], M <= N: the text's next tokens."""
     kl = np.maximum(kl_divergence(want, got), 0.0)
     rows = np.arange(len(following))
     lost = (log_softmax(want)[rows, following] - log_softmax(got)[rows, following]).tolist()
     p50, p99 = np.percentile(kl, [50, 99]).tolist()
     agree = float((want.argmax(axis=-1) == got.argmax(axis=-1)).mean())
     nll_delta = float(np.mean(lost)) if lost else None
-    return Moved(*arm, bytes_ratio, float(kl.mean()), p50, p99, float(kl.max()), agree, nll_delta)
+    return Moved(*variant, bytes_ratio, float(kl.mean()), p50, p99, float(kl.max()), agree, nll_delta)
 
 
 def kv_map(request: KvMapRequest, out: TextIO) -> tuple[list[Moved], dict[str, Any]]:
-    """Runs a request, prints its tables to `out` and writes a line for each arm. Returns all arms and the last line's
-    object."""
+    """Runs a request, prints its tables to `out` and writes a line for each variant. Returns all variants and the last
+    line's object."""
     with ExitStack() as stack:
         output = None
         if request.output is not None:
             output = stack.enter_context(outputs.Output(request.output, "map of bits"))
-        # array operations, which alone read every format: arms differ in nothing else
+        # array operations, which alone read every format: variants differ in nothing else
         session = Session.open(
             request.model, request.backend, request.device, request.dtype, request.kv_dtype, "arrays"
         )
-        text = first_tokens(session, request.text, request.context_tokens, request.num_steps)
+        text = num_sink_tokens(session, request.text, request.context_tokens, request.num_steps)
         context = len(text.tokens) - request.num_steps
         session.load()
         write: Callable[[dict[str, Any]], None] = lambda line: None  # noqa: E731
@@ -184,7 +184,7 @@ def _measure(
         want = reader.logits(reader.plain)
         for bits in pairs:
             ratio = replace(session, kv_bits=bits).one_unit().kv_token_bytes / as_it_is
-            for layer, got in reader.arms(bits):
+            for layer, got in reader.variants(bits):
                 one = moved((*bits, layer), want, got, following, ratio)
                 write(one.to_dict())
                 done += 1

@@ -17,7 +17,7 @@ from eps_core.cli.help import INPUT, OUTPUT, OUTPUT_FILE, command, option
 from eps_core.cli.numbers import TOKENS
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.errors import exit_code
-from eps_core.files import outputs
+from eps_core.io import outputs
 from eps_core.models.config import DEMO_MODEL
 from eps_core.report.style import need
 from experiments.kv_map.figure import figure
@@ -41,7 +41,9 @@ from experiments.kv_map.kv_map import KvMapRequest, kv_map
 @device_option
 @dtype_option
 @kv_dtype_option
-@option("-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, a line for each arm.")
+@option(
+    "-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, a line for each variant."
+)
 @option("--plot", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Draw the map there, as SVG.")
 def main(**flags: Any) -> None:
     """Measure how far K and V as codes move the next token: KL by --kv-bits of K, of V, and layer.

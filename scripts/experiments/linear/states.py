@@ -6,7 +6,7 @@ S_t = gamma S_(t-1) + phi(k_t) v_t^T and z_t = gamma z_(t-1) + phi(k_t); a query
 a state of that size loses under them, not what such models can do. Keys and queries are those that attention reads,
 after RoPE.
 
-Letters as in `gate.protocol`; m features, T tokens.
+Letters as in `attention.protocol`; m features, T tokens.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.store import Store
+from eps_core.attention.layer import collect
+from eps_core.attention.protocol import Array
+from eps_core.attention.stats import Eviction, StepOutput
+from eps_core.config.cache import CacheConfig
 from eps_core.decode.forward import Decoder
 from eps_core.decode.layers import run_layers
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.evaluation.runner import Document, Outcome, decode
-from eps_core.gate.attend import collect
-from eps_core.gate.protocol import Array
-from eps_core.gate.stats import Eviction, StepOutput
 
 FEATURES = ("elu", "favor")
 STATE_BYTES = 4  # of a number of the state: float32, in which such models keep it; sums here are float64
@@ -31,8 +31,8 @@ STATE_BYTES = 4  # of a number of the state: float32, in which such models keep 
 
 @dataclass(frozen=True)
 class State:
-    """What a kv head keeps of all its tokens. `features`: elu, elu(x) + 1 of each dimension (Katharopoulos et al.);
-    favor, `num_features` positive random ones, whose products are unbiased estimates of the softmax's exp(q k)
+    """The state that a kv head keeps of all its tokens. `features`: elu, elu(x) + 1 of each dimension (Katharopoulos et
+    al.); favor, `num_features` positive random ones, whose products are unbiased estimates of the softmax's exp(q k)
     (Choromanski et al. 2021, arXiv 2009.14794, lemma 1; directions drawn independently, not orthogonal)."""
 
     features: str = "elu"
@@ -70,7 +70,7 @@ class Recurrent:
     """The state of one layer: S [Hkv, m, D] and z [Hkv, m] float64 on the host."""
 
     def __init__(self, state: State, keys: np.ndarray, values: np.ndarray) -> None:
-        """Of a prompt's k and v [T, Hkv, D]."""
+        """Sum a prompt's k and v [T, Hkv, D]."""
         self.state = state
         weights = state.gamma ** np.arange(len(keys))[::-1]
         phi = state.map(keys) * weights[:, None, None]
@@ -98,7 +98,7 @@ class LinearDecoder(Decoder):
     def __init__(self, session: Session, state: State, cache: Any, prefix: Prefix) -> None:
         super().__init__(session.backend, session.decoder.model)
         self.spec.require_full_attention("linear attention")
-        kept = [self.eps.to_host(cache, list(pair)) for pair in prefix.keys_values]
+        kept = [self.backend.to_host(cache, list(pair)) for pair in prefix.keys_values]
         if not kept:  # a prompt of one token
             kept = [[np.zeros((0, self.spec.num_kv_heads, self.spec.head_dim))] * 2] * self.spec.num_layers
         self.states = [Recurrent(state, k, v) for k, v in kept]
@@ -109,7 +109,7 @@ class LinearDecoder(Decoder):
     ) -> tuple[Any, StepOutput]:
         """`Decoder.step` of one sequence, which is never gated."""
         assert len(tokens) == 1, "a state is of one sequence"
-        eps, model = self.eps, self.model
+        eps, model = self.backend, self.model
         self._check_tokens(tokens)
 
         def attention(layer: int, *projected: Array) -> Array:
@@ -124,11 +124,13 @@ class LinearDecoder(Decoder):
 
 
 def decode_state(session: Session, document: Document, state: State, prefix: Prefix) -> Outcome:
-    """How a document goes on after a dense prefill of `prefix` from which the state alone is kept."""
-    cache, pool = session.cache(Store(), len(document.prompt) + document.num_steps)
+    """Return how a document goes on after a dense prefill of `prefix` from which the state alone is kept."""
+    cache, pool = session.cache(CacheConfig(), len(document.prompt) + document.num_steps)
     sequence, _ = pool.open()
     pool.append(sequence, prefix.tokens)
     decoder = LinearDecoder(session, state, cache, prefix)
-    forced = document.forced is not None
-    outcome, _ = decode(session, cache, pool, [document], None, decoder=decoder, written=[sequence], keep_logits=forced)
+    always_selected = document.always_selected is not None
+    outcome, _ = decode(
+        session, cache, pool, [document], None, decoder=decoder, written=[sequence], keep_logits=always_selected
+    )
     return outcome

@@ -25,13 +25,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from eps_core.errors import ConfigError, exit_code, require
-from eps_core.files.outputs import replacing
+from eps_core.io.outputs import replacing
+from eps_core.metrics.provenance import provenance
 from eps_core.models.config import DEMO_MODEL
 from eps_core.models.tokenizer import load_tokenizer
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import NeedleDocument, draw_value, needle_document
 from eps_core.tasks.sizing import bytes_per_token, fit
-from eps_core.telemetry.provenance import provenance
 
 CHOICES = 4
 COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "prompt", "target_delimiter": ""}
@@ -94,7 +94,7 @@ def demo_tokenizer(folder: Path) -> Path:
 
 
 def run(module: str, model: str, model_args: str, tasks: Path, out: Path, batch: int) -> dict[str, Any]:
-    """What the harness writes of one run."""
+    """Return the harness's record of one run."""
     command = [
         sys.executable, "-m", module, "run", "--model", model, "--model_args", model_args, "--tasks", *TASKS,
         "--include_path", str(tasks), "--output_path", str(out), "--device", "cpu", "--batch_size", str(batch),
@@ -102,8 +102,8 @@ def run(module: str, model: str, model_args: str, tasks: Path, out: Path, batch:
     done = subprocess.run(command, stdin=subprocess.DEVNULL)
     require(done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: see what it said above")
     (written,) = out.rglob("results_*.json")
-    told: dict[str, Any] = json.loads(written.read_text())
-    return told
+    report: dict[str, Any] = json.loads(written.read_text())
+    return report
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def main() -> None:
     if find_spec("lm_eval") is None:
         raise ConfigError("lm-evaluation-harness is not installed: pip install 'lm_eval[hf]'")
     packages = ("lm_eval", "transformers", "torch")
-    sides: list[dict[str, Any]] = []
+    outcomes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base = f"pretrained={given.model},dtype=float32,max_length={given.tokens + 64}"
@@ -129,25 +129,25 @@ def main() -> None:
         for budget in (None, *map(float, given.budgets.split(","))):
             module, model, arguments = "lm_eval", "hf", base
             if budget is not None:
-                module, model = "eps_cuda.hooks.lm_eval", "eps-hf"
+                module, model = "eps_cuda.integrations.lm_eval", "eps-hf"
                 arguments += f",eps_method=rq,eps_budget={budget}"
-            told = run(module, model, arguments, folder / "tasks", folder / f"{model}-{budget}", given.batch)
-            sides.append({
+            report = run(module, model, arguments, folder / "tasks", folder / f"{model}-{budget}", given.batch)
+            outcomes.append({
                 "model": model, "budget": budget,
-                "needle_said": told["results"]["needle_said"]["exact_match,none"],
-                "needle_chosen": told["results"]["needle_chosen"]["acc,none"],
-                "seconds": round(float(told["total_evaluation_time_seconds"]), 1),
-                "eps": told["config"].get("eps"),
+                "needle_said": report["results"]["needle_said"]["exact_match,none"],
+                "needle_chosen": report["results"]["needle_chosen"]["acc,none"],
+                "seconds": round(float(report["total_evaluation_time_seconds"]), 1),
+                "eps": report["config"].get("eps"),
             })  # fmt: skip
             require(
-                sides[-1]["needle_chosen"] == sides[0]["needle_chosen"],
-                f"choices went from {sides[0]['needle_chosen']} to {sides[-1]['needle_chosen']} right, where EPS does "
-                "nothing: this is a fault of its own",
+                outcomes[-1]["needle_chosen"] == outcomes[0]["needle_chosen"],
+                f"choices went from {outcomes[0]['needle_chosen']} to {outcomes[-1]['needle_chosen']} right, where EPS "
+                "does nothing: this is a fault of its own",
             )
     found = {
         "model": "demo" if given.model == DEMO_MODEL else str(given.model), "documents": given.documents,
         "prompt_tokens": given.tokens, "batch": given.batch,
-        **provenance({name: version(name) for name in packages}), "sides": sides,
+        **provenance({name: version(name) for name in packages}), "sides": outcomes,
     }  # fmt: skip
     with replacing(given.output) as file:
         file.write(json.dumps(found, indent=1) + "\n")

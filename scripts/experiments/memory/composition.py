@@ -22,46 +22,46 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval
-from eps_core.evict.base import Facts, Kept
-from eps_core.evict.keep import Keep
-from eps_core.evict.table import POLICIES
-from eps_core.files.records import Count, Name, Nats, Positive
+from eps_core.eviction.base import Kept, MethodSpec
+from eps_core.eviction.config import EvictionConfig
+from eps_core.eviction.table import POLICIES
+from eps_core.io.records import Count, Name, Nats, Positive
 from experiments.linear.states import State, decode_state
 from experiments.methods.curves import Documents, Tally, needle, part_of, says, text_document
 
 SHARES = (0.5, 0.25, 0.125, 0.06)  # of the prompt that policies keep
 EPS_BUDGETS = (0.02, 0.05, 0.1, 0.2)  # of what is left that EPS reads
 EVERY = 16  # rows by which heads grow until they are brought back, so that texts of some tens of tokens see evictions
-SHARED = tuple(name for name, module in POLICIES.items() if not module.FACTS.prompt)  # policies that keep a share of it
+SHARED = tuple(name for name, module in POLICIES.items() if not module.SPEC.prompt)  # policies that keep a share of it
 TOGETHER = ("snapkv", "rkv", "keydiff")  # policies that EPS is set upon
 OVER = (0.02, 0.1)  # its budgets there
 CODES = ((8, 8), (8, 4), (4, 4))  # bits of K and of V
 
 
 @dataclass(frozen=True)
-class Arm:
-    """What is kept, in how many bits, and how that is read; or the state that takes its place."""
+class Variant:
+    """The rows kept, in how many bits, and how they are read; or the state that takes their place."""
 
-    keep: Keep = Keep()  # noqa: RUF009
+    keep: EvictionConfig = EvictionConfig()  # noqa: RUF009
     config: EpsConfig = EpsConfig()  # noqa: RUF009
     kv_bits: tuple[int, int] = (16, 16)
     state: State | None = None
 
 
-def arms(shares: Sequence[float] = SHARES, policies: Sequence[str] = SHARED) -> tuple[Arm, ...]:
+def variants(shares: Sequence[float] = SHARES, policies: Sequence[str] = SHARED) -> tuple[Variant, ...]:
     """EPS alone, codes alone, each of the policies, which keep a share of the prompt, alone at every share, and what of
     these goes together: EPS over codes, EPS over policies that keep the largest share, EPS over policies over codes."""
-    gated = {budget: EpsConfig.of(method="rq", budget=budget) for budget in EPS_BUDGETS}
-    over = [gated[budget] for budget in OVER]
-    kept = [Keep(name, max(shares), EVERY) for name in TOGETHER if name in policies]
+    sparse = {budget: EpsConfig.of(method="rq", budget=budget) for budget in EPS_BUDGETS}
+    over = [sparse[budget] for budget in OVER]
+    kept = [EvictionConfig(name, max(shares), EVERY) for name in TOGETHER if name in policies]
     return (
-        *(Arm(config=config) for config in gated.values()),
-        *(Arm(kv_bits=bits) for bits in CODES),
-        *(Arm(Keep(name, share, EVERY)) for name in policies for share in shares),
-        *(Arm(config=config, kv_bits=bits) for bits in CODES for config in over),
-        *(Arm(keep, config) for keep in kept for config in over),
+        *(Variant(config=config) for config in sparse.values()),
+        *(Variant(kv_bits=bits) for bits in CODES),
+        *(Variant(EvictionConfig(name, share, EVERY)) for name in policies for share in shares),
+        *(Variant(config=config, kv_bits=bits) for bits in CODES for config in over),
+        *(Variant(keep, config) for keep in kept for config in over),
         *(
-            Arm(keep, config, bits)
+            Variant(keep, config, bits)
             for keep in kept
             for bits in (CODES[0], CODES[-1])
             for config in (EpsConfig(), *over)
@@ -99,7 +99,7 @@ class Cell:
 class Plan(Documents):
     """A table's documents under arms that differ in what they keep, too."""
 
-    arms: tuple[Arm, ...] = field(default_factory=arms)
+    variants: tuple[Variant, ...] = field(default_factory=variants)
 
 
 def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
 
 def plan(args: argparse.Namespace, **common: Any) -> Plan:
     """Return the plan of this table from its parsed flags; `common`: the fields of `Documents`."""
-    return Plan(**common, arms=arms(tuple(dict.fromkeys(args.shares)), tuple(dict.fromkeys(args.policies))))
+    return Plan(**common, variants=variants(tuple(dict.fromkeys(args.shares)), tuple(dict.fromkeys(args.policies))))
 
 
 @dataclass
@@ -129,7 +129,7 @@ def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple
         answer = ""
     else:
         document, answer = needle(session, plan, index)
-    outcomes = run_arms(session, document, plan.arms)
+    outcomes = run_arms(session, document, plan.variants)
     dense, _ = outcomes.pop(DENSE)
     tallies = {
         key: tally(outcome, dense, kept, says(session, outcome, answer)) for key, (outcome, kept) in outcomes.items()
@@ -138,8 +138,8 @@ def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple
 
 
 def tally(outcome: Outcome, dense: Outcome, kept: int, right: bool, read: int | None = None) -> KeptTally:
-    """Of one outcome that kept so many bytes, along a text compared with dense, else an answer, `right` or not; `read`:
-    bytes read, where others count than its records'. A needle's are of the steps after the first."""
+    """Return the tally of an outcome that kept so many bytes: along a text compared with dense, else an answer, `right`
+    or not; `read`: bytes read, where others count than its records'. A needle's are of the steps after the first."""
     found = KeptTally(bytes_kept=kept, bytes_whole=dense.records[-1].bytes_kv_dense)
     if outcome.kl is not None:
         found.divergences, found.agreements = outcome.along_text()
@@ -153,11 +153,11 @@ def tally(outcome: Outcome, dense: Outcome, kept: int, right: bool, read: int | 
     return found
 
 
-def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> dict[Any, tuple[Outcome, int]]:
-    """(outcome, bytes of K, V and summaries kept at its end) of `DENSE` and of every arm by its index; along a text
+def run_arms(session: Session, document: Document, variants: Iterable[Variant]) -> dict[Any, tuple[Outcome, int]]:
+    """(outcome, bytes of K, V and summaries kept at its end) of `DENSE` and of every variant by its index; along a text
     compared with dense."""
-    spec, texts = session.spec, document.forced is not None
-    observed = Observed(session.backend, spec, union(arm.keep for arm in arms))
+    spec, texts = session.spec, document.always_selected is not None
+    observed = Observed(session.backend, spec, union(variant.keep for variant in variants))
     prefix = session.prefix(document.prompt[:-1], observed=observed)
     queries: list[list[Any]] = [[] for _ in range(spec.num_layers)]
     session.decoder.tap = lambda layer, q: queries[layer].append(session.backend.to_numpy(q))
@@ -168,18 +168,18 @@ def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> dict[
     observed.future = _future(session, prefix, queries)
     found: dict[Any, tuple[Outcome, int]] = {DENSE: (dense, dense.records[-1].bytes_kv_dense)}
     whole: dict[tuple[int, int], dict[int, EpsConfig]] = {}  # arms that keep all tokens, by bits
-    chosen: dict[Keep, Kept] = {}
-    for index, arm in enumerate(arms):
-        coded = session if arm.kv_bits == session.kv_bits else replace(session, kv_bits=arm.kv_bits)
-        if arm.state is not None:
-            outcome = decode_state(session, document, arm.state, prefix)
+    chosen: dict[EvictionConfig, Kept] = {}
+    for index, variant in enumerate(variants):
+        coded = session if variant.kv_bits == session.kv_bits else replace(session, kv_bits=variant.kv_bits)
+        if variant.state is not None:
+            outcome = decode_state(session, document, variant.state, prefix)
             if texts:
                 outcome.against(dense)
             found[index] = outcome, outcome.records[-1].bytes_kv_kept
-        elif arm.keep.enabled:
-            found[index] = _evicted(coded, document, arm, prefix, observed, dense if texts else None, chosen)
+        elif variant.keep.enabled:
+            found[index] = _evicted(coded, document, variant, prefix, observed, dense if texts else None, chosen)
         else:
-            whole.setdefault(arm.kv_bits, {})[index] = arm.config
+            whole.setdefault(variant.kv_bits, {})[index] = variant.config
     for bits, configs in whole.items():
         coded = session if bits == session.kv_bits else replace(session, kv_bits=bits)
         for index, outcome in run_batch(coded, [document], configs, [prefix], dense if texts else None).items():
@@ -189,37 +189,47 @@ def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> dict[
 
 
 def _evicted(
-    session: Session, document: Document, arm: Arm, prefix: Prefix, observed: Observed, dense: Outcome | None,
-    chosen: dict[Keep, Kept],
+    session: Session, document: Document, variant: Variant, prefix: Prefix, observed: Observed, dense: Outcome | None,
+    chosen: dict[EvictionConfig, Kept],
 ) -> tuple[Outcome, int]:  # fmt: skip
-    """Of one arm that evicts; `chosen`: what arms before it kept of the prompt, by what they keep, and now this one."""
-    decoder, cache, pools = evicting(session, arm.keep, arm.config.store, [len(document.prompt)], document.num_steps)
-    prompt, seen = (prefix.keys_values, len(prefix.tokens)), observed.of(arm.keep.facts)
-    if arm.keep not in chosen:  # whatever reads it, in whatever bits: the prompt is chosen from as it was
-        chosen[arm.keep] = decoder.choose(cache, *prompt, seen)
-    sequence, cache = decoder.adopt(cache, *prompt, seen, chosen[arm.keep])
-    read = arm.config.read if arm.config.store.enabled else None
+    """Return the outcome of a variant that evicts; `chosen`: what those before it kept of the prompt, now this one's,
+    too."""
+    decoder, cache, pools = evicting(
+        session, variant.keep, variant.config.cache_config, [len(document.prompt)], document.num_steps
+    )
+    prompt, seen = (prefix.keys_values, len(prefix.tokens)), observed.of(variant.keep.method_spec)
+    if variant.keep not in chosen:  # whatever reads it, in whatever bits: the prompt is chosen from as it was
+        chosen[variant.keep] = decoder.choose(cache, *prompt, seen)
+    sequence, cache = decoder.adopt(cache, *prompt, seen, chosen[variant.keep])
+    selection_config = variant.config.selection_config if variant.config.cache_config.enabled else None
     outcome, _ = decode(
-        session, cache, pools, [document], read, decoder=decoder, written=[sequence], keep_logits=dense is not None
+        session,
+        cache,
+        pools,
+        [document],
+        selection_config,
+        decoder=decoder,
+        written=[sequence],
+        keep_logits=dense is not None,
     )
     if dense is not None:
         outcome.against(dense)
     rows = sequence.num_rows / (session.spec.num_layers * session.spec.num_kv_heads)
-    return outcome, outcome.records[-1].bytes_kv_kept + summaries_kept(session, arm.config, round(rows))
+    return outcome, outcome.records[-1].bytes_kv_kept + summaries_kept(session, variant.config, round(rows))
 
 
 def summaries_kept(session: Session, config: EpsConfig, num_tokens: int) -> int:
     """Bytes stored besides K and V of a sequence of so many tokens."""
     spec = session.spec
-    if not config.store.enabled:
+    if not config.cache_config.enabled:
         return 0
-    return summary_bytes(config.store, spec.num_layers, spec.num_kv_heads, spec.head_dim, num_tokens)
+    return summary_bytes(config.cache_config, spec.num_layers, spec.num_kv_heads, spec.head_dim, num_tokens)
 
 
 def _future(session: Session, prefix: Prefix, queries: list[list[np.ndarray]]) -> list[np.ndarray]:
     """[L] of [Hkv, R, T]: what queries [1, Hq, D] of a dense decode give to a prompt's tokens, among these alone."""
     eps, found = session.backend, []
-    cache, _ = session.cache(EpsConfig().store, 1)
+    cache, _ = session.cache(EpsConfig().cache_config, 1)
     for (k, _), layer in zip(prefix.keys_values, queries, strict=True):
         q = eps.from_numpy(np.concatenate(layer).astype(np.float32), "float32", session.device)
         given = eps.weights(cache, q, k, np.ones((len(layer), len(k)), bool))
@@ -228,13 +238,13 @@ def _future(session: Session, prefix: Prefix, queries: list[list[np.ndarray]]) -
     return found
 
 
-def union(keeps: Iterable[Keep]) -> Facts:
-    """What must be gathered for all of these."""
-    every = [keep.facts for keep in keeps if keep.enabled]
-    whole = Facts("several policies")
-    for facts in every:
-        kinds = {name: getattr(whole, name) or getattr(facts, name) for name in vars(whole) if name != "window"}
-        whole = replace(whole, **kinds | {"window": max(whole.window, facts.window), "source": whole.source})
+def union(keeps: Iterable[EvictionConfig]) -> MethodSpec:
+    """Return the statistics to gather for all of these."""
+    every = [keep.method_spec for keep in keeps if keep.enabled]
+    whole = MethodSpec("several policies")
+    for method_spec in every:
+        kinds = {name: getattr(whole, name) or getattr(method_spec, name) for name in vars(whole) if name != "window"}
+        whole = replace(whole, **kinds | {"window": max(whole.window, method_spec.window), "source": whole.source})
     return whole
 
 
@@ -251,26 +261,26 @@ def added(num_arms: int, results: Iterable[tuple[str, dict[int, KeptTally], bool
 
 def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> list[Cell]:
     """The table from every document's (kind, tallies, answered densely)."""
-    totals, needles_dense = added(len(plan.arms), results)
+    totals, needles_dense = added(len(plan.variants), results)
     cells = []
-    for index, arm in enumerate(plan.arms):
+    for index, variant in enumerate(plan.variants):
         cells.append(
             Cell(
                 context_tokens=plan.context_tokens,
-                policy=arm.keep.policy,
-                kept_share=arm.keep.share if arm.keep.enabled else 1.0,
-                kv_bits=arm.kv_bits,
-                method=arm.config.store.method,
-                budget=arm.config.read.budget if arm.config.store.enabled else None,
+                policy=variant.keep.policy,
+                kept_share=variant.keep.share if variant.keep.enabled else 1.0,
+                kv_bits=variant.kv_bits,
+                method=variant.config.cache_config.method,
+                budget=variant.config.selection_config.budget if variant.config.cache_config.enabled else None,
                 **measured(plan, totals[index], needles_dense),
-                state=arm.state,
+                state=variant.state,
             )
         )
     return cells
 
 
 def measured(plan: Documents, total: KeptTally, needles_dense: int) -> dict[str, Any]:
-    """What cells say of an arm's documents, by the names of `Cell`."""
+    """Return the cells' values of a variant's documents, by the names of `Cell`."""
     interval = bootstrap_interval(total.documents, plan.seed) if total.documents else None
     low, high = interval or (None, None)
     return {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from eps_core.errors import ConfigError, exit_code
-from eps_core.files.outputs import replacing
+from eps_core.io.outputs import replacing
 from eps_core.report import kept
 from eps_core.report.cells import Table, titled
 from eps_core.report.figures import front
@@ -58,7 +58,7 @@ def main() -> None:
     if not found:
         raise ConfigError(f"{folder} holds no cells of arms that keep less: {MEND}")
     for title, cells in found:
-        print(f"{title}\n\n{markdown(kept.winners(cells))}\n\n{markdown(kept.all_arms(cells))}\n")
+        print(f"{title}\n\n{markdown(kept.winners(cells))}\n\n{markdown(kept.all_variants(cells))}\n")
     with replacing(folder / "memory.svg") as out:
         out.write(figure(found[0][1]))
 

@@ -24,35 +24,35 @@ from eps_core.decode.session import Session
 from eps_core.errors import exit_code
 from eps_core.evaluation.runner import run_document
 from eps_core.evaluation.statistics import bytes_at_kl
-from eps_core.files import outputs
+from eps_core.io import outputs
 from eps_core.load import load_backend
+from eps_core.metrics.provenance import provenance
+from eps_core.metrics.terminal import Progress
 from eps_core.models.config import DEMO_MODEL
 from eps_core.tasks.corpus import SHA256
-from eps_core.telemetry.provenance import provenance
-from eps_core.telemetry.terminal import Progress
 from experiments.methods.curves import PAIRS, text_document
 
 DEFAULT = PAIRS
 BUDGETS = tuple({"budget": budget} for budget in (0.015, 0.022, 0.03, 0.05, 0.08, 0.12))
 WIDER = tuple({"budget": budget} for budget in (0.05, 0.08, 0.12, 0.18, 0.26))
-FIRST = DEFAULT.replace(refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128)
+FIRST = DEFAULT.replace(rescore=0.0, correction_tokens=0, num_sink_tokens=16, num_recent_tokens=128)
 # (what, the configuration, the settings of its curve)
 ARMS = (
     ("default", DEFAULT, BUDGETS),
     ("scope union", DEFAULT.replace(scope="union"), BUDGETS),
-    ("no second bit", DEFAULT.replace(refine=0.0), BUDGETS),
-    ("second bit of 1/8", DEFAULT.replace(refine=0.125), BUDGETS),
-    ("second bit of 1/4", DEFAULT.replace(refine=0.25), BUDGETS),
-    ("groups of 1", DEFAULT.replace(group_tokens=1), BUDGETS),
-    ("groups of 4", DEFAULT.replace(group_tokens=4), BUDGETS),
-    ("tail dropped", DEFAULT.replace(tail_tokens=0), BUDGETS),
-    ("tail of 32", DEFAULT.replace(tail_tokens=32), BUDGETS),
-    ("tail of 64", DEFAULT.replace(tail_tokens=64), BUDGETS),
-    ("guards 16 + 128", DEFAULT.replace(first_tokens=16, last_tokens=128), WIDER),
-    ("guards 4 + 32", DEFAULT.replace(last_tokens=32), BUDGETS),
-    ("1 bit, guards 16 + 128, no tail", FIRST, WIDER),
+    ("no rescoring bit", DEFAULT.replace(rescore=0.0), BUDGETS),
+    ("rescoring bit of 1/8", DEFAULT.replace(rescore=0.125), BUDGETS),
+    ("rescoring bit of 1/4", DEFAULT.replace(rescore=0.25), BUDGETS),
+    ("groups of 1", DEFAULT.replace(group_size=1), BUDGETS),
+    ("groups of 4", DEFAULT.replace(group_size=4), BUDGETS),
+    ("correction dropped", DEFAULT.replace(correction_tokens=0), BUDGETS),
+    ("correction of 32", DEFAULT.replace(correction_tokens=32), BUDGETS),
+    ("correction of 64", DEFAULT.replace(correction_tokens=64), BUDGETS),
+    ("sink and recent tokens 16 + 128", DEFAULT.replace(num_sink_tokens=16, num_recent_tokens=128), WIDER),
+    ("sink and recent tokens 4 + 32", DEFAULT.replace(num_recent_tokens=32), BUDGETS),
+    ("1 bit, sink and recent tokens 16 + 128, no correction", FIRST, WIDER),
     ("box, 16", EpsConfig.of(method="box"), WIDER),
-    ("box, 16, tail", EpsConfig.of(method="box", tail_tokens=64), WIDER),
+    ("box, 16, correction", EpsConfig.of(method="box", correction_tokens=64), WIDER),
 )
 
 
@@ -62,17 +62,17 @@ def _session(backend: str) -> Session:
 
 
 def one_text(context: int, steps: int, backend: str, index: int) -> list[list[tuple[list[float], int, int]]]:
-    """Of every arm and setting: divergences [steps], bytes read, dense bytes along one text."""
+    """Return, of every variant and setting, divergences [steps], bytes read and dense bytes along one text."""
     session = _session(backend)
-    arms = {
-        (arm, i): config.replace(**setting)
-        for arm, (_, config, settings) in enumerate(ARMS)
+    variants = {
+        (variant, i): config.replace(**setting)
+        for variant, (_, config, settings) in enumerate(ARMS)
         for i, setting in enumerate(settings)
     }
-    found = run_document(session, text_document(session, context, steps, 0, index), arms)
+    found = run_document(session, text_document(session, context, steps, 0, index), variants)
     return [
-        [(found[arm, i].along_text()[0], *found[arm, i].bytes_read()) for i in range(len(settings))]
-        for arm, (_, _, settings) in enumerate(ARMS)
+        [(found[variant, i].along_text()[0], *found[variant, i].bytes_read()) for i in range(len(settings))]
+        for variant, (_, _, settings) in enumerate(ARMS)
     ]
 
 
@@ -101,10 +101,10 @@ def main() -> None:
              "cache_dtype": "bfloat16", "corpus": SHA256,
              **provenance(load_backend(args.backend).versions())}]  # fmt: skip
     print("| what | bytes: KL | bytes at KL 0.01 | at 0.004 |\n|---|---|---|---|")
-    for arm, (name, config, settings) in enumerate(ARMS):
+    for variant, (name, config, settings) in enumerate(ARMS):
         points = []
         for i, setting in enumerate(settings):
-            cells = [text[arm][i] for text in texts]
+            cells = [text[variant][i] for text in texts]
             points.append((sum(c[1] for c in cells) / sum(c[2] for c in cells), float(np.mean([c[0] for c in cells]))))
             rows.append({"type": "ablation", "what": name, **setting, "config": config.replace(**setting).to_dict(),
                          "bytes_ratio": points[-1][0], "kl_mean": points[-1][1]})  # fmt: skip

@@ -1,8 +1,8 @@
-"""Measures what bounds are worth: how much may stay unread at a certified share, and in how many bytes, on captures.
+"""Measures what bounds are worth: how much may stay unread at a bounded share, and in how many bytes, on captures.
 
     python scripts/experiments/methods/certificates.py CAPTURE... -o results/certificates.jsonl    (minutes on 2 cores)
 
-For every summary that bounds: its size, its mean gap to the truth in nats, and for certified shares of 0.1, 0.01 and
+For every summary that bounds: its size, its mean gap to the truth in nats, and for bounded shares of 0.1, 0.01 and
 0.001 the fraction of tokens that may stay unread and the bytes read, summaries included, over dense; next to it the
 oracle that knows the true masses for nothing. Then successive refinement (4 bits of every key, 8 bits of those that 4
 could not dismiss), the value-aware bound of the output error, and strict mode as it runs. Bytes are of the captured
@@ -19,37 +19,39 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
+from eps_core.attention.protocol import Backend
 from eps_core.config.bytes import summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import exit_code
 from eps_core.evaluation.capture import Capture, open_capture
-from eps_core.evaluation.merits import CERTIFIED_LEVELS, certified_skip, truth_of
+from eps_core.evaluation.merits import CERTIFIED_LEVELS, bounded_skip, truth_of
 from eps_core.evaluation.replay import check_alike, combine, replay_many
-from eps_core.files import outputs
-from eps_core.gate.protocol import Backend
+from eps_core.io import outputs
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend
-from eps_core.paging.where import Where
-from eps_core.telemetry.provenance import provenance
+from eps_core.metrics.provenance import provenance
 from experiments.bounds.hard_cases import fill
 
-# what certifies where codes of single keys do
-KEYS_4, KEYS_8 = (EpsConfig.over(EpsConfig.of(method="box", bound_bits=bits).store.bound_store) for bits in (4, 8))
+# what bounds where codes of single keys do
+KEYS_4, KEYS_8 = (
+    EpsConfig.over(EpsConfig.of(method="box", bound_bits=bits).cache_config.bound_store) for bits in (4, 8)
+)
 SUMMARIES = (
     EpsConfig.of(method="1pc"),
     EpsConfig.of(method="fd"),
-    EpsConfig.of(method="box", group_tokens=16),
-    EpsConfig.of(method="box", group_tokens=4),
-    EpsConfig.of(method="ball", group_tokens=8),
-    EpsConfig.of(method="ball", group_tokens=2),
-    EpsConfig.of(method="moments", group_tokens=128),
-    EpsConfig.of(method="moments", group_tokens=16),
-    EpsConfig.of(method="moments", group_tokens=8),
-    EpsConfig.of(method="moments", group_tokens=8, dim=4),
-    EpsConfig.of(method="moments", group_tokens=4, dim=2),
-    EpsConfig.of(method="moments", group_tokens=4, dim=3),
-    EpsConfig.of(method="moments", group_tokens=2),
-    EpsConfig.of(method="rq", group_tokens=2, rq_bounds=True, refine=0.0),
-    EpsConfig.of(method="rq", group_tokens=1, rq_bounds=True, refine=0.0),
+    EpsConfig.of(method="box", group_size=16),
+    EpsConfig.of(method="box", group_size=4),
+    EpsConfig.of(method="ball", group_size=8),
+    EpsConfig.of(method="ball", group_size=2),
+    EpsConfig.of(method="moments", group_size=128),
+    EpsConfig.of(method="moments", group_size=16),
+    EpsConfig.of(method="moments", group_size=8),
+    EpsConfig.of(method="moments", group_size=8, dim=4),
+    EpsConfig.of(method="moments", group_size=4, dim=2),
+    EpsConfig.of(method="moments", group_size=4, dim=3),
+    EpsConfig.of(method="moments", group_size=2),
+    EpsConfig.of(method="rq", group_size=2, rq_bounds=True, rescore=0.0),
+    EpsConfig.of(method="rq", group_size=1, rq_bounds=True, rescore=0.0),
     KEYS_4,
     KEYS_8,
 )
@@ -65,21 +67,21 @@ def uppers(capture: Capture, backend: Backend, config: EpsConfig, layer: int, st
     q, k, v = capture.layer(layer)
     length = int(capture.lengths[step])
     filled = fill(backend, "cpu", config, capture.info.kv_dtype, k[:length], v[:length])
-    table = np.arange(-(-length // config.store.unit_tokens), dtype=np.int32)[None]
+    table = np.arange(-(-length // config.cache_config.unit_tokens), dtype=np.int32)[None]
     scores = backend.score(
         filled.cache,
         0,
         backend.from_numpy(q[step][None], "float32", "cpu"),
-        Where.of(config, table, np.array([length])),
+        StepPlan.of(config, table, np.array([length])),
     )
     return backend.to_numpy(scores.upper)[0][..., :length].astype(np.float64)
 
 
 def refinement(capture: Capture, backend: Backend) -> list[dict]:
-    """Of every certified share: the least bytes over how many keys the finer codes are read of, and that fraction."""
+    """Return, of every bounded share, the least bytes over the fraction of keys with finer codes, and that fraction."""
     coarse, fine = KEYS_4, KEYS_8
     head_dim = capture.info.head_dim
-    coarse_bytes = summary_group_bytes(coarse.store, head_dim) / (4 * head_dim)
+    coarse_bytes = summary_group_bytes(coarse.cache_config, head_dim) / (4 * head_dim)
     found: dict[float, list[np.ndarray]] = {level: [] for level in CERTIFIED_LEVELS}
     value_aware: dict[float, list[float]] = {level: [] for level in CERTIFIED_LEVELS}
     step = len(capture.lengths) - 1
@@ -98,7 +100,7 @@ def refinement(capture: Capture, backend: Backend) -> list[dict]:
         mean = np.mean(found[level], axis=0)
         best = int(mean.argmin())
         rows.append(
-            {"type": "refinement", "certified_share": level, "bytes_ratio": float(mean[best]),
+            {"type": "refinement", "bounded_share": level, "bytes_ratio": float(mean[best]),
              "refined_fraction": REFINED_FRACTIONS[best], "bytes_8_bit_only": float(mean[-1]) - coarse_bytes,
              "error_bound_per_key_over_global": float(np.mean(value_aware[level]))}
         )  # fmt: skip
@@ -112,16 +114,16 @@ def _refined_bytes(low: np.ndarray, high: np.ndarray, masses: np.ndarray, fracti
     upper = low.copy()
     np.put_along_axis(upper, order[:, None], np.take_along_axis(np.minimum(low, high), order[:, None], 2), 2)
     coarse, fine = KEYS_4, KEYS_8
-    codes = (summary_group_bytes(coarse.store, head_dim) + fraction * summary_group_bytes(fine.store, head_dim)) / (
-        4 * head_dim
-    )
-    return 1 - certified_skip(upper, masses, CERTIFIED_LEVELS) + codes
+    codes = (
+        summary_group_bytes(coarse.cache_config, head_dim) + fraction * summary_group_bytes(fine.cache_config, head_dim)
+    ) / (4 * head_dim)
+    return 1 - bounded_skip(upper, masses, CERTIFIED_LEVELS) + codes
 
 
 def _value_aware(upper: np.ndarray, masses: np.ndarray, norms: np.ndarray, level: float) -> list[float]:
-    """Of every kv head: the bound of what skipped values add with each key's own |v|, over that with the largest |v| of
-    the head, where as much is left unread as the level allows."""
-    skip = certified_skip(upper, masses, (level,))[:, 0]
+    """Return, of every kv head, the bound of what skipped values add with each key's own |v|, over that with the
+    largest |v| of the head, where as much is left unread as the level allows."""
+    skip = bounded_skip(upper, masses, (level,))[:, 0]
     ratios = []
     for head, fraction in enumerate(skip):
         left = np.argsort(-upper[head].max(axis=0), kind="stable")[
@@ -152,14 +154,21 @@ def main() -> None:
     results = [replay_many(capture, configs, backend, "cpu") for capture in captures]
     for i, config in enumerate(configs):
         row = combine([result[i].summary() for result in results])
-        if not config.read.strict:
-            summary = summary_group_bytes(config.store, head_dim) / (4 * head_dim * config.store.S)
+        if not config.selection_config.strict:
+            summary = summary_group_bytes(config.cache_config, head_dim) / (4 * head_dim * config.cache_config.S)
             row["bytes_at"] = [1 - row[f"certified_skip_{e:g}"] + summary for e in CERTIFIED_LEVELS]
             row["oracle_bytes_at"] = [1 - row[f"oracle_skip_{e:g}"] for e in CERTIFIED_LEVELS]
-        kind = "strict" if config.read.strict else "summary"
-        rows.append({"type": kind, "bound_bits": config.store.bound_bits, "epsilon": config.read.epsilon, **row})
+        kind = "strict" if config.selection_config.strict else "summary"
+        rows.append(
+            {
+                "type": kind,
+                "bound_bits": config.cache_config.bound_bits,
+                "epsilon": config.selection_config.epsilon,
+                **row,
+            }
+        )
         print(
-            json.dumps({k: rows[-1][k] for k in ("type", "method", "group_tokens", "dim", "bits", "bytes_ratio")}),
+            json.dumps({k: rows[-1][k] for k in ("type", "method", "group_size", "dim", "bits", "bytes_ratio")}),
             flush=True,
         )
     rows += refinement(captures[0], backend)

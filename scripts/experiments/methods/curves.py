@@ -1,8 +1,8 @@
 """Quality against bytes: methods at equal total bytes, on needles and on the decode of real text.
 
-Every arm of one document shares one dense prefill; its K and V are written into the arm's own cache, so that only the
-decode differs, which is all that EPS changes. Bytes are of a bfloat16 cache and count the summaries that scoring
-reads. KL is measured token by token along the decode path, never by a teacher-forced prefill, which would not
+Every variant of one document shares one dense prefill; its K and V are written into the variant's own cache, so that
+only the decode differs, which is all that EPS changes. Bytes are of a bfloat16 cache and count the summaries that
+scoring reads. KL is measured token by token along the decode path, never by a teacher-forced prefill, which would not
 exercise the gate.
 """
 
@@ -15,34 +15,34 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eps_core.cli.numbers import PART, argument
-from eps_core.config.bytes import scoring_bytes, tail_bytes
+from eps_core.config.bytes import correction_bytes, scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, Outcome, run_document
 from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
-from eps_core.files.records import Count, Name, Nats, Positive
+from eps_core.io.records import Count, Name, Nats, Positive
 from eps_core.models.chat import has_template, in_chat, render_messages
-from eps_core.oracle.selection import guards
-from eps_core.summaries.table import facts
+from eps_core.reference.selection import selectable
+from eps_core.summaries.table import method_spec
 from eps_core.tasks.corpus import conversation, haystack, num_topics, plain_chat
 from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import needle_tokens, text_window
 from eps_core.tasks.sizing import answer_steps, answers, check_length
 
-Key = tuple[int, float]  # index of an arm, byte budget
+Key = tuple[int, float]  # index of a variant, byte budget
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
 # what the tables in results/ were measured with before single tokens: pairs, with the skipped-mass correction
 PAIRS = EpsConfig.of(
-    method="rq", group_tokens=2, mean_tokens=32, stages=(0.25,), refine=0.0625, tail_tokens=128, budget=0.05
+    method="rq", group_size=2, mean_tokens=32, cascade=(0.25,), rescore=0.0625, correction_tokens=128, budget=0.05
 )
 # the default, what it is held against, and the best that groups of their size can do: a first look at a model. The
-# second oracle has rq's narrow guards, which suit whatever ranks well and ruin what does not.
+# second oracle has rq's narrow sink and recent tokens, which suit whatever ranks well and ruin what does not.
 HEADLINE = (
     EpsConfig.of(method="rq"),
-    EpsConfig.of(method="box", group_tokens=16),
-    EpsConfig.of(method="meanstd", group_tokens=16),
-    EpsConfig.of(method="oracle", group_tokens=16),
-    EpsConfig.of(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
+    EpsConfig.of(method="box", group_size=16),
+    EpsConfig.of(method="meanstd", group_size=16),
+    EpsConfig.of(method="oracle", group_size=16),
+    EpsConfig.of(method="oracle", group_size=16, num_sink_tokens=4, num_recent_tokens=32),
 )
 DEFAULT, BOX, MEANSTD, ORACLE, NARROW_ORACLE = HEADLINE
 # the methods of the table: each at its own group size, box and meanstd at 16, what chance finds, and what is best
@@ -56,54 +56,54 @@ ARMS = (
     MEANSTD,
     EpsConfig.of(method="ball"),
     EpsConfig.of(method="moments"),
-    EpsConfig.of(method="rq", refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128),
+    EpsConfig.of(method="rq", rescore=0.0, correction_tokens=0, num_sink_tokens=16, num_recent_tokens=128),
     DEFAULT,
-    EpsConfig.of(method="random", group_tokens=16),
+    EpsConfig.of(method="random", group_size=16),
     ORACLE,
     NARROW_ORACLE,
-    EpsConfig.of(method="oracle", group_tokens=128),
+    EpsConfig.of(method="oracle", group_size=128),
 )
 # what each part of the codes is worth
 CODES = (
     PAIRS,
     PAIRS.replace(mean_tokens=64),
     PAIRS.replace(mean_tokens=64, mean_bits=8),
-    PAIRS.replace(stages=()),
-    PAIRS.replace(stages=(0.5, 0.2)),
-    PAIRS.replace(refine=0.0),
-    PAIRS.replace(tail_tokens=0),
+    PAIRS.replace(cascade=()),
+    PAIRS.replace(cascade=(0.5, 0.2)),
+    PAIRS.replace(rescore=0.0),
+    PAIRS.replace(correction_tokens=0),
 )
 # how little the default may read to choose: at long contexts most of its bytes are summaries, and few groups are
 # wanted. Tails are of 64 tokens, as they were, where none of 128 is asked for
-SHORT_TAIL = PAIRS.replace(tail_tokens=64)
+SHORT_TAIL = PAIRS.replace(correction_tokens=64)
 FLOOR = (
     SHORT_TAIL,
     PAIRS,
-    SHORT_TAIL.replace(stages=(0.1,), refine=1 / 32),
-    SHORT_TAIL.replace(stages=(0.04,), refine=1 / 64),
-    SHORT_TAIL.replace(stages=(0.25, 0.05), refine=1 / 64),
-    SHORT_TAIL.replace(stages=(0.5, 0.2)),
-    PAIRS.replace(stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
-    PAIRS.replace(mean_tokens=64, mean_bits=8, stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
+    SHORT_TAIL.replace(cascade=(0.1,), rescore=1 / 32),
+    SHORT_TAIL.replace(cascade=(0.04,), rescore=1 / 64),
+    SHORT_TAIL.replace(cascade=(0.25, 0.05), rescore=1 / 64),
+    SHORT_TAIL.replace(cascade=(0.5, 0.2)),
+    PAIRS.replace(cascade=(0.25, 0.05), rescore=1 / 64, correction_tokens=128),
+    PAIRS.replace(mean_tokens=64, mean_bits=8, cascade=(0.25, 0.05), rescore=1 / 64, correction_tokens=128),
 )
 # what of these pays, alone and together
-CUTS = (SHORT_TAIL, PAIRS, SHORT_TAIL.replace(stages=(0.5, 0.2)), PAIRS.replace(stages=(0.5, 0.2)))
-# one or two settings of the default's, a step from where they are; longer tails are of longer pool units, too
+CUTS = (SHORT_TAIL, PAIRS, SHORT_TAIL.replace(cascade=(0.5, 0.2)), PAIRS.replace(cascade=(0.5, 0.2)))
+# one or two settings of the default's, a step from where they are; longer corrections are of longer pool units, too
 NEAR = (
     PAIRS,
-    PAIRS.replace(tail_tokens=256),
-    PAIRS.replace(refine=0.1),
-    PAIRS.replace(stages=(0.35,)),
-    PAIRS.replace(stages=(0.5, 0.3)),
-    PAIRS.replace(stages=(0.5, 0.3), tail_tokens=256),
-    PAIRS.replace(last_tokens=4),
+    PAIRS.replace(correction_tokens=256),
+    PAIRS.replace(rescore=0.1),
+    PAIRS.replace(cascade=(0.35,)),
+    PAIRS.replace(cascade=(0.5, 0.3)),
+    PAIRS.replace(cascade=(0.5, 0.3), correction_tokens=256),
+    PAIRS.replace(num_recent_tokens=4),
 )
 SETS = {
     "methods": ARMS, "codes": CODES, "floor": FLOOR, "cuts": CUTS, "near": NEAR, "headline": HEADLINE,
     "default": (DEFAULT,),
-    "others": tuple(arm for arm in ARMS if arm not in HEADLINE),  # where the headline is measured already
+    "others": tuple(variant for variant in ARMS if variant not in HEADLINE),  # where the headline is measured already
 }  # fmt: skip
-EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means
+EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "cascade"))  # of cells of before there were unit means
 
 
 @dataclass(frozen=True)
@@ -112,22 +112,22 @@ class Cell:
     `kl_high` its 95 % interval over documents, needles answered exactly.
 
     `bytes_ratio` is what was really read along the text, K, V and summaries, over dense, `needle_bytes_ratio` the same
-    of the needle documents; None in the figures where the budget has no room for the guards, the summaries and one
-    group more.
+    of the needle documents; None in the figures where the budget has no room for the sink and recent tokens, the
+    summaries and one group more.
     """
 
     context_tokens: Count
     method: Name
-    group_tokens: Count
+    group_size: Count
     bits: int | None
-    refine: float | None
+    rescore: float | None
     mean_tokens: int | None
     mean_bits: int | None
-    stages: tuple[float, ...] | None
-    tail_tokens: int
+    cascade: tuple[float, ...] | None
+    correction_tokens: int
     dim: int | None
     policy: str
-    guards: tuple[int, int]
+    sink_recent: tuple[int, int]
     byte_budget: float | None
     bytes_ratio: Positive | None
     needle_bytes_ratio: Positive | None
@@ -143,24 +143,26 @@ class Cell:
 
 
 def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int, fraction: float) -> int | None:
-    """Groups (guards included) whose bytes, with all summaries, are at most `fraction` of a dense bfloat16 read of
-    `length` tokens. None where the guards of any of the next `num_steps` steps leave no group to choose: such a cell
-    would measure the guards, not the method."""
+    """Groups (sink and recent tokens included) whose bytes, with all summaries, are at most `fraction` of a dense
+    bfloat16 read of `length` tokens. None where the sink and recent tokens of any of the next `num_steps` steps leave
+    no group to choose: such a cell would measure the sink and recent tokens, not the method."""
     kv_token_bytes = 2 * head_dim * 2
 
     def cost(groups: int) -> int:  # scoring reads more where more is selected
         scoring = scoring_bytes(config.replace(top_pages=groups), head_dim, [length])
-        return scoring + groups * config.store.S * kv_token_bytes
+        return scoring + groups * config.cache_config.S * kv_token_bytes
 
-    groups = bisect_right(range(1, length // config.store.S + 1), fraction * length * kv_token_bytes + 1e-6, key=cost)
-    forced = max(int(guards(config, length + step).sum()) for step in range(num_steps + 1))
-    return groups if groups > forced else None
+    groups = bisect_right(
+        range(1, length // config.cache_config.S + 1), fraction * length * kv_token_bytes + 1e-6, key=cost
+    )
+    always_selected = max(int(selectable(config, length + step).sum()) for step in range(num_steps + 1))
+    return groups if groups > always_selected else None
 
 
 @dataclass(frozen=True)
 class Documents:
-    """What one table at one context, in tokens of the model's tokenizer, is of; documents are independent of each other
-    and of their order."""
+    """The documents of one table at one context, in tokens of the model's tokenizer; documents are independent of each
+    other and of their order."""
 
     context_tokens: int
     num_needles: int = 50
@@ -176,27 +178,28 @@ class Documents:
 
 @dataclass(frozen=True)
 class Plan(Documents):
-    """A table's documents under arms that differ in how they read."""
+    """A table's documents under variants that differ in how they read."""
 
-    arms: tuple[EpsConfig, ...] = ARMS
+    variants: tuple[EpsConfig, ...] = ARMS
     byte_budgets: tuple[float, ...] = BYTE_BUDGETS
 
     def configs(self, head_dim: int) -> dict[Key, EpsConfig]:
-        """Each arm with the groups that a byte budget buys, without an entry where it buys none beyond the
-        guards."""
+        """Each variant with the groups that a byte budget buys, without an entry where it buys none beyond the
+        sink and recent tokens."""
         found = {}
-        for arm_index, arm in enumerate(self.arms):
+        for arm_index, variant in enumerate(self.variants):
             for fraction in self.byte_budgets:
                 steps = max(self.text_steps, VALUE_DIGITS)
-                groups = budget_groups(arm, self.context_tokens, steps, head_dim, fraction)
+                groups = budget_groups(variant, self.context_tokens, steps, head_dim, fraction)
                 if groups is not None:
-                    found[arm_index, fraction] = arm.replace(top_pages=groups)
+                    found[arm_index, fraction] = variant.replace(top_pages=groups)
         return found
 
 
 def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
     """Add the flags of tables of methods. Returns those whose change must not land on a default file of results."""
     parser.add_argument(
+        "--variants",
         "--arms",
         choices=tuple(SETS),
         default="methods",
@@ -209,12 +212,12 @@ def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
 
 def plan(args: argparse.Namespace, **common: Any) -> Plan:
     """Return the plan of a table of methods from its parsed flags; `common`: the fields of `Documents`."""
-    return Plan(**common, arms=SETS[args.arms], byte_budgets=tuple(args.budgets))
+    return Plan(**common, variants=SETS[args.variants], byte_budgets=tuple(args.budgets))
 
 
 @dataclass
 class Tally:
-    """What one document, or several, gave for one arm and budget."""
+    """The totals of one document, or several, for one variant and budget."""
 
     divergences: list[float] = field(default_factory=list)
     documents: list[float] = field(default_factory=list)  # mean divergence of each text
@@ -231,7 +234,7 @@ class Tally:
 
 
 def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[Key, Tally], bool]:
-    """One document through every arm and budget: (tallies, whether dense attention answered it)."""
+    """One document through every variant and budget: (tallies, whether dense attention answered it)."""
     return (_text if kind == "text" else _needle)(session, plan, index)
 
 
@@ -278,7 +281,7 @@ def needle(session: Session, plan: Documents, index: int) -> tuple[Document, str
 
 
 def says(session: Session, outcome: Outcome, answer: str) -> bool:
-    """Whether the one document of an outcome is continued with the answer to its needle."""
+    """Return whether the one document of an outcome is continued with the answer to its needle."""
     return answers(session.decode(outcome.said[0]), answer)
 
 
@@ -303,7 +306,7 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
         for key, tally in tallies.items():
             totals[key].add(tally)
     cells = []
-    for arm_index, arm in enumerate(plan.arms):
+    for arm_index, variant in enumerate(plan.variants):
         for point in plan.byte_budgets:
             total = totals.get((arm_index, point))
             interval = bootstrap_interval(total.documents, plan.seed) if total and total.documents else None
@@ -311,8 +314,8 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
             cells.append(
                 Cell(
                     context_tokens=plan.context_tokens,
-                    dim=arm.store.dim,
-                    **name_of(arm)._asdict(),
+                    dim=variant.cache_config.dim,
+                    **name_of(variant)._asdict(),
                     byte_budget=point,
                     bytes_ratio=part_of(total.bytes_read, total.bytes_dense) if total else None,
                     needle_bytes_ratio=part_of(total.needle_bytes_read, total.needle_bytes_dense) if total else None,
@@ -335,72 +338,72 @@ def part_of(part: int, whole: int) -> float | None:
 
 
 class ArmName(NamedTuple):
-    """What makes cells points of one curve."""
+    """The fields that make cells points of one curve."""
 
     method: str
-    group_tokens: int
-    guards: tuple[int, int]
+    group_size: int
+    sink_recent: tuple[int, int]
     policy: str = "topk"
-    tail_tokens: int = 0
+    correction_tokens: int = 0
     bits: int | None = None
-    refine: float | None = None
+    rescore: float | None = None
     mean_tokens: int | None = None
     mean_bits: int | None = None
-    stages: tuple[float, ...] | None = None
+    cascade: tuple[float, ...] | None = None
 
 
-def arm_name(cell: Cell) -> ArmName:
+def variant_name(cell: Cell) -> ArmName:
     return ArmName(**{name: getattr(cell, name) for name in ArmName._fields})
 
 
-def name_of(arm: EpsConfig) -> ArmName:
-    """The name of an arm's cells."""
-    store, read = arm.store, arm.read
+def name_of(variant: EpsConfig) -> ArmName:
+    """The name of a variant's cells."""
+    cache_config, selection_config = variant.cache_config, variant.selection_config
     return ArmName(
-        method=store.method,
-        group_tokens=store.S,
-        guards=(read.first_tokens, read.last_tokens),
-        policy=read.policy,
-        tail_tokens=store.tail_tokens,
-        bits=store.code_bits,
-        refine=read.refine if store.facts.coded else None,
-        mean_tokens=store.mean_tokens or None,
-        mean_bits=store.mean_bits if store.mean_tokens else None,
-        stages=read.stages or None,
+        method=cache_config.method,
+        group_size=cache_config.S,
+        sink_recent=(selection_config.num_sink_tokens, selection_config.num_recent_tokens),
+        policy=selection_config.policy,
+        correction_tokens=cache_config.correction_tokens,
+        bits=cache_config.code_bits,
+        rescore=selection_config.rescore if cache_config.method_spec.coded else None,
+        mean_tokens=cache_config.mean_tokens or None,
+        mean_bits=cache_config.mean_bits if cache_config.mean_tokens else None,
+        cascade=selection_config.cascade or None,
     )
 
 
 class Floor(NamedTuple):
-    """What the bytes that an arm reads at some KL are of, each over the dense bytes."""
+    """The parts of the bytes that a variant reads at some KL, each over the dense bytes."""
 
     summaries: float
-    tail: float
+    correction: float
     tokens: float
 
 
-def floor(arm: EpsConfig, head_dim: int, context_tokens: int, bytes_ratio: float) -> Floor:
-    """Splits `bytes_ratio` of a bfloat16 cache: summaries that choose, mean values of the tail, K and V of tokens."""
+def floor(variant: EpsConfig, head_dim: int, context_tokens: int, bytes_ratio: float) -> Floor:
+    """Splits `bytes_ratio` of a bfloat16 cache: summaries that choose, the correction's means, K and V of tokens."""
     dense = context_tokens * 2 * head_dim * 2
-    scoring = scoring_bytes(arm, head_dim, [context_tokens]) / dense
-    tail = tail_bytes(arm.store, head_dim, context_tokens) / dense
-    return Floor(scoring - tail, tail, bytes_ratio - scoring)
+    scoring = scoring_bytes(variant, head_dim, [context_tokens]) / dense
+    correction = correction_bytes(variant.cache_config, head_dim, context_tokens) / dense
+    return Floor(scoring - correction, correction, bytes_ratio - scoring)
 
 
 def label(name: ArmName) -> str:
-    """An arm in words, for a table."""
-    words = [f"`{name.method}`", str(name.group_tokens)]
+    """A variant in words, for a table."""
+    words = [f"`{name.method}`", str(name.group_size)]
     if name.bits:
-        words.append(f"{name.bits}+1 bit" if name.refine else f"{name.bits} bit")
+        words.append(f"{name.bits}+1 bit" if name.rescore else f"{name.bits} bit")
     if name.mean_tokens:
         words += [f"of {name.mean_tokens}", *(["in 8 bits"] if name.mean_bits == 8 else [])]
-        words.append("stages " + ",".join(f"{share:g}" for share in name.stages) if name.stages else "whole")
-        words += [f"second of {name.refine:g}"] if name.refine else []
+        words.append("stages " + ",".join(f"{share:g}" for share in name.cascade) if name.cascade else "whole")
+        words += [f"second of {name.rescore:g}"] if name.rescore else []
     if name.policy != "topk":
         words.append(name.policy)
-    if name.tail_tokens:
-        words.append(f"tail {name.tail_tokens}")
-    if name.guards != facts(name.method).guards:
-        words.append(f"guards {name.guards[0]}+{name.guards[1]}")
+    if name.correction_tokens:
+        words.append(f"correction {name.correction_tokens}")
+    if name.sink_recent != method_spec(name.method).sink_recent:
+        words.append(f"sink and recent tokens {name.sink_recent[0]}+{name.sink_recent[1]}")
     return " ".join(words)
 
 
@@ -410,8 +413,8 @@ def markdown(cells: list[Cell]) -> str:
     budgets = sorted({cell.byte_budget for cell in cells if cell.byte_budget is not None})
     rows = [f"| method, S | {' | '.join(f'{b:g}' for b in budgets)} | bytes at KL 0.01 |"]
     rows.append("|---|" + "---|" * (len(budgets) + 1))
-    for name in dict.fromkeys(map(arm_name, cells)):
-        curve = [cell for cell in cells if arm_name(cell) == name]
+    for name in dict.fromkeys(map(variant_name, cells)):
+        curve = [cell for cell in cells if variant_name(cell) == name]
         value, known = bytes_at_kl((cell.bytes_ratio, cell.kl_mean) for cell in curve)
         at = "-" if value is None else f"{'' if known == 'measured' else known + ' '}{value:.3f}"
         found = {c.byte_budget: c for c in curve if c.kl_mean is not None}

@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from eps_core.errors import ConfigError, exit_code
 from eps_core.evaluation.statistics import bytes_at_kl
-from eps_core.files import inputs
-from eps_core.files.outputs import replacing
-from eps_core.files.records import Count, Name, Ratio, Share, read_record
+from eps_core.io import inputs
+from eps_core.io.outputs import replacing
+from eps_core.io.records import Count, Name, Ratio, Share, read_record
+from eps_core.io.schema import current
 from eps_core.report.style import DASHES, INK, colour, svg
 from experiments.methods.curves import (
     CUTS,
@@ -31,11 +32,11 @@ from experiments.methods.curves import (
     ArmName,
     Cell,
     Floor,
-    arm_name,
     floor,
     label,
     markdown,
     name_of,
+    variant_name,
 )
 
 Rows = list[dict[str, Any]]
@@ -56,25 +57,25 @@ FILES = {
 }
 SINCE = "long-unit-scale"  # what was measured since the groups of a unit share a scale, where not all was
 # whose bytes are split, and what they are drawn as
-FOLLOWED = {name_of(arm): arm for arm in (*HEADLINE, *FLOOR, *CUTS)}
+FOLLOWED = {name_of(variant): variant for variant in (*HEADLINE, *FLOOR, *CUTS)}
 DRAWN = tuple(zip(map(name_of, HEADLINE), ("-", "-", "-", "--", ":"), strict=True))
 
 KINDS: dict[str, Any] = {
     "run": {"head_dim": Count},
     "replay": {
-        "method": Name, "group_tokens": Count, **{f"recall_at_{f}": Ratio | None for f in ("0.05", "0.125", "0.25")},
+        "method": Name, "group_size": Count, **{f"recall_at_{f}": Ratio | None for f in ("0.05", "0.125", "0.25")},
         **{f"{kind}_skip_{level}": Ratio | None for kind in ("certified", "oracle") for level in LEVELS},
     },
     "summary": {
-        "method": Name, "group_tokens": Count, "bits": Count | None, "dim": Count | None, "upper_gap": Ratio,
+        "method": Name, "group_size": Count, "bits": Count | None, "dim": Count | None, "upper_gap": Ratio,
         "bytes_at": tuple[Ratio, Ratio, Ratio], "oracle_bytes_at": tuple[Ratio, Ratio, Ratio],
         **{f"certified_skip_{level}": Ratio for level in LEVELS},
     },
     "strict": {
-        "bound_bits": Count, "epsilon": Ratio, "bytes_ratio": Ratio, "skipped_true_max": Ratio, "certificate": Ratio,
+        "bound_bits": Count, "epsilon": Ratio, "bytes_ratio": Ratio, "skipped_true_max": Ratio, "error_bound": Ratio,
     },
     "refinement": dict.fromkeys((
-        "certified_share", "refined_fraction", "bytes_ratio", "bytes_8_bit_only", "error_bound_per_key_over_global",
+        "bounded_share", "refined_fraction", "bytes_ratio", "bytes_8_bit_only", "error_bound_per_key_over_global",
     ), Ratio),
     "task": {
         "task": Name, "context_tokens": Count, "num_samples": Count, "num_changed": Count, "bytes_ratio": Ratio,
@@ -89,27 +90,30 @@ KINDS: dict[str, Any] = {
 def rows(path: Path, *kinds: str) -> Rows:
     """The lines of these types."""
     lines = inputs.read_jsonl(path, "results", MEND)
-    return [read_record(KINDS[row["type"]], row, where, MEND) for where, row in lines if row.get("type") in kinds]
+    return [
+        read_record(KINDS[row["type"]], current(row), place, MEND) for place, row in lines if row.get("type") in kinds
+    ]
 
 
 def cells(path: Path) -> list[Cell]:
     found = []
-    for where, row in inputs.read_jsonl(path, "results", MEND):
+    for place, line in inputs.read_jsonl(path, "results", MEND):
+        row = current(line)
         # older files also have cells of a policy that is there no more
         if row.pop("type", None) == "cell" and row.get("policy") != "share":
             row.pop("tau", None)
-            found.append(read_record(Cell, {**EARLIER, **row}, where, MEND))
+            found.append(read_record(Cell, {**EARLIER, **row}, place, MEND))
             if (found[-1].bytes_ratio is None) != (found[-1].kl_mean is None):
-                raise ConfigError(f"{where}: bytes_ratio or kl_mean is null and the other is not: {MEND}")
+                raise ConfigError(f"{place}: bytes_ratio or kl_mean is null and the other is not: {MEND}")
     if not found:
         raise ConfigError(f"results {path} hold no cells: {MEND}")
     return found
 
 
 def merged(earlier: list[Cell], later: list[Cell]) -> list[Cell]:
-    """Both, with the later cells alone of an arm that both have at a context: no curve mixes two versions of it."""
-    again = {(arm_name(cell), cell.context_tokens) for cell in later}
-    return [cell for cell in earlier if (arm_name(cell), cell.context_tokens) not in again] + later
+    """Both, with the later cells alone of a variant that both have at a context: no curve mixes two versions of it."""
+    again = {(variant_name(cell), cell.context_tokens) for cell in later}
+    return [cell for cell in earlier if (variant_name(cell), cell.context_tokens) not in again] + later
 
 
 def as_stored_now(out: Path, found: list[Cell]) -> list[Cell]:
@@ -130,21 +134,21 @@ def first(found: Iterable[T], what: str) -> T:
 
 
 def curves(found: list[Cell], context: int) -> dict[ArmName, list[Cell]]:
-    """The cells of one context, arm by arm."""
-    by_arm: dict[ArmName, list[Cell]] = {}
+    """The cells of one context, variant by variant."""
+    by_variant: dict[ArmName, list[Cell]] = {}
     for cell in found:
         if cell.context_tokens == context:
-            by_arm.setdefault(arm_name(cell), []).append(cell)
-    return by_arm
+            by_variant.setdefault(variant_name(cell), []).append(cell)
+    return by_variant
 
 
 def crossing(curve: list[Cell]) -> tuple[float | None, str]:
     return bytes_at_kl(((c.bytes_ratio, c.kl_mean) for c in curve), KL_LIMIT)
 
 
-def default_of(by_arm: dict[ArmName, list[Cell]]) -> list[Cell]:
+def default_of(by_variant: dict[ArmName, list[Cell]]) -> list[Cell]:
     """The default's curve: rq as it is without settings."""
-    found = (curve for name, curve in by_arm.items() if name == name_of(PAIRS))
+    found = (curve for name, curve in by_variant.items() if name == name_of(PAIRS))
     return first(found, "cell of the default, rq as it is without settings, at some context")
 
 
@@ -158,11 +162,11 @@ def bytes_table(found: list[Cell]) -> list[str]:
     contexts = sorted({cell.context_tokens for cell in found})
     most = {c: max(cell.num_needles for cell in found if cell.context_tokens == c) for c in contexts}
     table = [f"| method, S | {' | '.join(f'{c:,}' for c in contexts)} |", "|---|" + "---|" * len(contexts)]
-    by_arm = {context: curves(found, context) for context in contexts}
-    for name in dict.fromkeys(map(arm_name, found)):
+    by_variant = {context: curves(found, context) for context in contexts}
+    for name in dict.fromkeys(map(variant_name, found)):
         entries = []
         for context in contexts:
-            curve = by_arm[context].get(name, [])
+            curve = by_variant[context].get(name, [])
             within = [c for c in curve if c.kl_mean is not None and c.kl_mean <= KL_LIMIT]
             needles = ""
             if within:
@@ -179,28 +183,30 @@ def bytes_table(found: list[Cell]) -> list[str]:
 
 def targets(found: list[Cell], wanted: Iterable[tuple[str, int, tuple[int, int], float]]) -> list[str]:
     """The default's bytes over those of what it is held against, at the KL limit, where dense answers most needles;
-    `wanted`: of (method, tokens of a group, guards) at most so much."""
+    `wanted`: of (method, tokens of a group, sink and recent tokens) at most so much."""
     long = (c for c in found if c.context_tokens >= 4096 and c.needles_dense >= 0.8 * c.num_needles)
     contexts = sorted({c.context_tokens for c in long})
     table = [f"| against | at most | {' | '.join(f'{c:,}' for c in contexts)} |", "|---|---|" + "---|" * len(contexts)]
-    for method, group_tokens, guards, limit in wanted:
+    for method, group_size, sink_recent, limit in wanted:
         entries = []
         for context in contexts:
-            by_arm = curves(found, context)
-            ours, ours_how = crossing(default_of(by_arm))
+            by_variant = curves(found, context)
+            ours, ours_how = crossing(default_of(by_variant))
             others = (
-                c for n, c in by_arm.items() if (n.method, n.group_tokens, n.guards) == (method, group_tokens, guards)
+                c
+                for n, c in by_variant.items()
+                if (n.method, n.group_size, n.sink_recent) == (method, group_size, sink_recent)
             )
-            theirs, how = crossing(first(others, f"{method} of {group_tokens} tokens at {context:,}"))
+            theirs, how = crossing(first(others, f"{method} of {group_size} tokens at {context:,}"))
             sign = {("measured", ">"): "< ", ("<", "measured"): "< ", ("<", ">"): "< ", ("measured", "<"): "> "}
             words = "-" if ours is None or theirs is None else f"{sign.get((ours_how, how), '')}{ours / theirs:.2f}"
             entries.append(words)
-        table.append(f"| {label(ArmName(method, group_tokens, guards))} | {limit:g} | {' | '.join(entries)} |")
+        table.append(f"| {label(ArmName(method, group_size, sink_recent))} | {limit:g} | {' | '.join(entries)} |")
     return table
 
 
 def floors(found: list[Cell], head_dim: int) -> dict[ArmName, dict[int, Floor]]:
-    """Of each arm that is followed, what its bytes at the KL limit are of, at each context where it crosses that."""
+    """Return the parts of each followed variant's bytes at the KL limit, at each context where it crosses that."""
     split: dict[ArmName, dict[int, Floor]] = {}
     for context in sorted({cell.context_tokens for cell in found}):
         for name, curve in curves(found, context).items():
@@ -219,8 +225,10 @@ def context_figure(found: list[Cell], head_dim: int) -> str:
         for name, style in DRAWN:
             by_context = split.get(name, {})
             xs, look = list(by_context), {"color": colour(name.method), "lw": 1.6, "marker": "o", "ms": 3}
-            words = f"{name.method}, {name.group_tokens}"
-            words += " (default)" if name == name_of(PAIRS) else ", narrow guards" if style == ":" else ""
+            words = f"{name.method}, {name.group_size}"
+            words += (
+                " (default)" if name == name_of(PAIRS) else ", narrow sink and recent tokens" if style == ":" else ""
+            )
             shares.plot(xs, [sum(part) for part in by_context.values()], style, label=words, **look)
             tokens.plot(xs, [sum(part) * x for x, part in by_context.items()], style, **look)
             if name == name_of(PAIRS):
@@ -238,13 +246,13 @@ def context_figure(found: list[Cell], head_dim: int) -> str:
 
 
 def recall_table(out: Path, has_wide: bool) -> list[str]:
-    """Share of the softmax mass in the best groups by estimate, guards ignored, and the certified skips."""
+    """Share of the softmax in the best groups by estimate, without sink and recent tokens, and the bounded skips."""
     by_length = [
         sorted(out.glob(f"replay-{model}[0-9]*.jsonl"), key=lambda path: (len(path.stem), path.stem))
         for model in ("", "long-")
     ]
     files = [*by_length[0], *([out / "replay-wide.jsonl"] if has_wide else []), *by_length[1]]
-    table = ["| capture | method, S | 5 % | 12.5 % | 25 % | certified skip at 0.1 / 0.01 / 0.001 | oracle's |",
+    table = ["| capture | method, S | 5 % | 12.5 % | 25 % | bounded skip at 0.1 / 0.01 / 0.001 | oracle's |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for path in files:
         for row in rows(path, "replay"):
@@ -253,7 +261,7 @@ def recall_table(out: Path, has_wide: bool) -> list[str]:
                 " / ".join("-" if row[f"{kind}_skip_{e}"] is None else f"{row[f'{kind}_skip_{e}']:.2f}" for e in LEVELS)
                 for kind in ("certified", "oracle")
             )
-            table.append(f"| {path.stem[7:]} | `{row['method']}` {row['group_tokens']} | {recall} | {skip} | {best} |")
+            table.append(f"| {path.stem[7:]} | `{row['method']}` {row['group_size']} | {recall} | {skip} | {best} |")
     return list(dict.fromkeys(table))  # the same at every budget
 
 
@@ -284,21 +292,21 @@ def certificate_tables(found: Rows) -> list[str]:
         ours, oracle = (" / ".join(f"{value:.2f}" for value in row[k]) for k in ("bytes_at", "oracle_bytes_at"))
         share = row["bytes_at"][0] - 1 + row["certified_skip_0.1"]
         table.append(
-            f"| {name} | {row['group_tokens']} | {share:.3f} | {row['upper_gap']:.2f} | {skip} | {ours} | {oracle} |"
+            f"| {name} | {row['group_size']} | {share:.3f} | {row['upper_gap']:.2f} | {skip} | {ours} | {oracle} |"
         )
-    table += ["", "| strict, codes of single keys | epsilon | bytes | true share unread, largest | certified, mean |",
+    table += ["", "| strict, codes of single keys | epsilon | bytes | true share unread, largest | bounded, mean |",
               "|---|---|---|---|---|"]  # fmt: skip
     for row in found:
         if row["type"] == "strict":
             table.append(f"| {row['bound_bits']} bit | {row['epsilon']:g} | {row['bytes_ratio']:.3f} | "
-                         f"{row['skipped_true_max']:.4f} | {row['certificate']:.4f} |")  # fmt: skip
+                         f"{row['skipped_true_max']:.4f} | {row['error_bound']:.4f} |")  # fmt: skip
     table += ["", "| refinement: 4 bits of all keys, 8 of some | refined | bytes | 8 bits of all | "
               "error bound by each value's norm over by the largest |", "|---|---|---|---|---|"]  # fmt: skip
     for row in found:
         if row["type"] == "refinement":
             figures = f"{row['refined_fraction']:.2f} | {row['bytes_ratio']:.3f} | {row['bytes_8_bit_only']:.3f}"
             table.append(
-                f"| certified {row['certified_share']:g} | {figures} | {row['error_bound_per_key_over_global']:.2f} |"
+                f"| bounded {row['bounded_share']:g} | {figures} | {row['error_bound_per_key_over_global']:.2f} |"
             )
     return table
 
@@ -318,14 +326,16 @@ def quality_figure(demo: list[Cell], wide: list[Cell]) -> str:
     def plot(figure: Any) -> None:
         axes = figure.subplots(1, len(panels), sharey=True)
         for axis, (found, context, title) in zip(axes, panels, strict=True):
-            by_arm = curves(found, context)
+            by_variant = curves(found, context)
             for method, size in shown:
                 same = (
-                    c for n, c in by_arm.items() if (n.method, n.group_tokens, n.guards) == (method, size, (16, 128))
+                    c
+                    for n, c in by_variant.items()
+                    if (n.method, n.group_size, n.sink_recent) == (method, size, (16, 128))
                 )
                 curve = next(same, [])
                 _line(axis, curve, f"{method}, {size}", method, DASHES[1 + (size > 16)] if method == "oracle" else "-")
-            _line(axis, default_of(by_arm), "rq, 2 (default)", "rq", "-", width=2.5)
+            _line(axis, default_of(by_variant), "rq, 2 (default)", "rq", "-", width=2.5)
             axis.axhline(KL_LIMIT, color="#bbbbbb", lw=0.8, zorder=0)
             axis.set(title=title, xscale="log", yscale="log", xlabel="bytes read over dense")
             axis.set_xticks([0.04, 0.07, 0.14, 0.28], ["0.04", "0.07", "0.14", "0.28"], minor=False)
@@ -360,8 +370,8 @@ def certificate_figure(found: Rows) -> str:
         for method, size, detail in wanted:
             # older rows have key codes as a form of rq
             called = ("keys", "rq") if method == "keys" else (method,)
-            fit = (r for r in summaries if r["method"] in called and r["group_tokens"] == size)
-            row = first((r for r in fit if detail in (None, r["dim"], r["bits"])), f"certificate of {method} of {size}")
+            fit = (r for r in summaries if r["method"] in called and r["group_size"] == size)
+            row = first((r for r in fit if detail in (None, r["dim"], r["bits"])), f"error bound of {method} of {size}")
             name = f"{method}, {size}" + (f", {'k =' if method == 'moments' else 'bits'} {detail}" if detail else "")
             style = DASHES[drawn.count(method)]
             axis.plot(
@@ -374,11 +384,11 @@ def certificate_figure(found: Rows) -> str:
                 label=name,
             )
             drawn.append(method)
-        oracle = first((r for r in summaries if r["group_tokens"] == 1), "certificate of single keys")
+        oracle = first((r for r in summaries if r["group_size"] == 1), "error bound of single keys")
         axis.plot(shares, oracle["oracle_bytes_at"], "--", color=INK, marker="o", ms=3, label="oracle, 1")
         axis.axhline(1, color="#bbbbbb", lw=0.8, zorder=0)
         axis.set(
-            xscale="log", xlabel="certified share of the softmax left unread", ylabel="bytes read over dense", ylim=0
+            xscale="log", xlabel="bounded share of the softmax left unread", ylabel="bytes read over dense", ylim=0
         )
         axis.legend(fontsize=8)
 
@@ -422,14 +432,14 @@ def main() -> None:
         for context in sorted({cell.context_tokens for cell in found}):
             here = [cell for cell in found if cell.context_tokens == context]
             parts += [f"## KL / needles at each byte budget, {model} model, {context:,} tokens", "", markdown(here), ""]
-    parts += ["## Mass recall without guards, certified skip", "", *recall_table(out, has_others), ""]
+    parts += ["## Mass recall without sink and recent tokens, bounded skip", "", *recall_table(out, has_others), ""]
     tasks = rows(out / "long-tasks.jsonl", "task") if those_of(out, ["long-tasks"]) else []
     if tasks:
         parts += ["## RULER's look-ups, long model", "", *tasks_table(tasks), ""]
     if has_others:
         certificates = rows(out / "certificates.jsonl", "summary", "strict", "refinement")
         made["certificates.svg"] = certificate_figure(certificates)
-        parts += ["## Certificates, demo model, 4,096 tokens", "", *certificate_tables(certificates), ""]
+        parts += ["## Error bounds, demo model, 4,096 tokens", "", *certificate_tables(certificates), ""]
         ablations = rows(out / "ablations.jsonl", "ablation_bytes")
         parts += ["## Parts of the default, 4,096 tokens", "", *ablation_table(ablations), ""]
         bounds = inputs.read_object(out / "bounds.json", "results", MEND)

@@ -26,14 +26,14 @@ from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
-from eps_core.files import outputs
-from eps_core.files.resumable import ResumableFile
+from eps_core.io import outputs
+from eps_core.io.resumable import ResumableFile
 from eps_core.load import load_backend
+from eps_core.metrics.provenance import provenance
+from eps_core.metrics.terminal import Progress, duration
 from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.models.hub import resolve_model
 from eps_core.tasks.corpus import KINDS
-from eps_core.telemetry.provenance import provenance
-from eps_core.telemetry.terminal import Progress, duration
 from experiments.methods import curves
 
 
@@ -54,7 +54,7 @@ def _document(
 def main(name: str | None = None, suite: Any = curves, usage: str | None = __doc__) -> None:
     """Run the command line of a table. `suite` is a module that defines `arguments`, `plan`, `tally_document`,
     `table_cells`, `records` and `markdown`, as `curves` does. `name` is that of an experiment and of its results; None
-    makes tables of methods, whose name is that of the set of arms. `usage` is what --help begins with."""
+    makes tables of methods, whose name is that of the set of variants. `usage` is what --help begins with."""
     parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--backend", default="cuda")
@@ -73,11 +73,11 @@ def main(name: str | None = None, suite: Any = curves, usage: str | None = __doc
     parser.add_argument("--jobs", type=argument(TOKENS), default=os.cpu_count(), help="processes, one thread each")
     parser.add_argument("-o", "--output", "--out", dest="out", type=Path, help="(results/NAME.jsonl)")
     args = parser.parse_args()
-    name = name or args.arms
+    name = name or args.variants
     changed = [flag for flag in ("model", "text", "chat", *own) if getattr(args, flag) != parser.get_default(flag)]
     require(
         args.out is not None or not changed,
-        f"--{', --'.join(changed)} would land on the table of all arms on the demo model: add -o FILE",
+        f"--{', --'.join(changed)} would land on the table of all variants on the demo model: add -o FILE",
     )
     args.out = args.out or Path("results", f"{name}.jsonl")
     outputs.check({"-o": args.out}, {"--model": args.model})

@@ -1,4 +1,4 @@
-"""What the attention of a verify pass costs: one layer's `attend_rows` of g + 1 rows beside one row's dense attention.
+"""The cost of a verify pass's attention: one layer's `attend_rows` of g + 1 rows beside one row's dense attention.
 
 v(g) is the ratio of their times: medians of rounds in which all take turns, with cold caches. Appends a run line and
 one line a context to a JSONL.
@@ -16,15 +16,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.cpu.host import flush_bytes
 from eps_core.errors import exit_code
-from eps_core.files import outputs
+from eps_core.io import outputs
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend, load_platform
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
-from eps_core.telemetry.provenance import run_line
+from eps_core.metrics.provenance import run_line
 
 CHUNK_TOKENS = 4096
 
@@ -74,17 +74,17 @@ def main(
         kept_bytes = output.file.stat().st_size if output.file is not None and output.file.exists() else 0
         with outputs.JsonlWriter(output, kept_bytes) as writer:
             for tokens in context:
-                units = -(-tokens // config.store.unit_tokens)
+                units = -(-tokens // config.cache_config.unit_tokens)
                 spec = CacheSpec(1, kv_heads, head_dim, units, dtype)
-                cache = eps.new_cache(spec, config.store, device, kernels)
+                cache = eps.new_cache(spec, config.cache_config, device, kernels)
                 for start in range(0, tokens, CHUNK_TOKENS):
                     slots = np.arange(start, min(start + CHUNK_TOKENS, tokens))
                     k, v = (random(len(slots), kv_heads, head_dim) for _ in range(2))
-                    cache = eps.place_kv(cache, 0, k, v, slots)
+                    cache = eps.write_kv_tentative(cache, 0, k, v, slots)
                 table, lengths = np.arange(units, dtype=np.int32)[None], np.array([tokens])
-                where = Where.dense(config.store, table, lengths)
+                plan = StepPlan.dense(config.cache_config, table, lengths)
                 calls: dict[str, Any] = {
-                    "dense": partial(eps.attend, cache, 0, random(1, q_heads, head_dim), where, None)
+                    "dense": partial(eps.attend, cache, 0, random(1, q_heads, head_dim), plan, None)
                 }
                 for drafts in gamma:
                     rows = Rows.of(table, lengths, np.array([drafts + 1]))

@@ -7,8 +7,8 @@ paper's abstract says so much; the rest is our reconstruction: the mean over sco
 the running mean's decay, and score heads that give most of their mass outside sinks and latest tokens at a prompt's
 end.
 
-A baseline beside `decode.verified`, whose rounds it runs unchanged; drafts are the gate's. Evaluation only.
-Letters as in `gate.protocol`; T tokens, N new rows of a pass.
+A baseline beside `decode.verified`, whose rounds it runs unchanged; drafts are the gate's. Evaluation only. Letters as
+in `attention.protocol`; T tokens, N new rows of a pass.
 """
 
 import argparse
@@ -18,8 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.layer import collect
+from eps_core.attention.protocol import Array
+from eps_core.attention.stats import VerifyOutput
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.forward import Decoder
 from eps_core.decode.layers import run_layers
 from eps_core.decode.observe import Observed
@@ -27,10 +30,7 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.evaluation.runner import GREEDY, Document, Outcome, decode
-from eps_core.evict.base import Facts, Head, Rule, best
-from eps_core.gate.attend import collect
-from eps_core.gate.protocol import Array
-from eps_core.gate.stats import VerifyOutput
+from eps_core.eviction.base import Head, MethodSpec, Rule, best
 from experiments.grid.grid_verified import Measured, decode_both, needle_numbers
 from experiments.methods.curves import Documents, needle, says, text_document
 
@@ -39,7 +39,7 @@ WINDOW = 16  # of a prompt's last queries, which choose the score heads and begi
 
 @dataclass(frozen=True)
 class Sparse:
-    """What a sparse pass reads: `budget`, the share of the tokens, sinks and latest included; `beta`, what the drafts'
+    """Settings of a sparse pass: `budget`, the share of the tokens, sinks and latest included; `beta`, what the drafts'
     attention counts against the passes'; `decay`, what a pass leaves of the running mean before it; `score_heads`, of
     all layers' kv heads."""
 
@@ -47,8 +47,8 @@ class Sparse:
     beta: float = 0.5
     decay: float = 0.5
     score_heads: int = 2
-    first_tokens: int = 4
-    last_tokens: int = 32
+    num_sink_tokens: int = 4
+    num_recent_tokens: int = 32
 
     def __post_init__(self) -> None:
         require(0 < self.budget <= 1, f"budget {self.budget} of a sparse pass is outside (0, 1]")
@@ -60,7 +60,7 @@ class Sparse:
         """The rows [n] that a pass reads, ascending, of importance [T]."""
         num_tokens = len(importance)
         wanted = int(np.ceil(self.budget * num_tokens))
-        rule = Rule(self.first_tokens, self.last_tokens)
+        rule = Rule(self.num_sink_tokens, self.num_recent_tokens)
         return best(Head(np.arange(num_tokens), num_tokens), importance, wanted, rule)
 
 
@@ -89,7 +89,7 @@ class SparseDecoder(Decoder):
                 window = observed.head(cache, layer, head, keys, np.arange(length), length).window
                 assert window is not None
                 mass = window.mean(axis=1)  # [R, T]
-                middle = mass[:, self.sparse.first_tokens : max(length - self.sparse.last_tokens, 0)]
+                middle = mass[:, self.sparse.num_sink_tokens : max(length - self.sparse.num_recent_tokens, 0)]
                 given[layer, head], outside[layer, head] = mass.mean(axis=0), float(middle.sum(axis=1).max())
         heads = sorted(outside, key=lambda place: -outside[place])[: self.sparse.score_heads]
         mean = np.mean([given[place] for place in heads], axis=0) if heads else np.zeros(length)
@@ -105,7 +105,7 @@ class SparseDecoder(Decoder):
     ) -> tuple[Any, VerifyOutput]:
         """`Decoder.verify` of one sequence over a part of what is cached and all of its own rows."""
         assert len(rows.lengths) == 1, "a sparse pass is of one sequence"
-        eps, model, (length,), (num_rows,) = self.eps, self.model, rows.lengths.tolist(), rows.num_rows.tolist()
+        eps, model, (length,), (num_rows,) = self.backend, self.model, rows.lengths.tolist(), rows.num_rows.tolist()
         self._check_tokens(tokens)
         before = length - num_rows
         known = np.zeros(before)
@@ -117,7 +117,7 @@ class SparseDecoder(Decoder):
 
         def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
             nonlocal cache
-            cache = eps.place_kv(cache, layer, k, v, slots)
+            cache = eps.write_kv_tentative(cache, layer, k, v, slots)
             keys, values = (eps.take(cache, one, index) for one in eps.read_kv(cache, layer, rows.table[0], length))
             if layer in self.score_heads:
                 seen = np.arange(len(index)) <= (len(index) - num_rows + np.arange(num_rows))[:, None]
@@ -136,23 +136,24 @@ class SparseDecoder(Decoder):
         return cache, VerifyOutput(logits, key_bytes + len(index) * token_bytes, kv)
 
     def _draft_attention(self, cache: Any, table: np.ndarray, before: int) -> tuple[np.ndarray | None, int]:
-        """Return what the draft steps gave to the tokens that were there, over all of these [before], None of no draft,
-        and the bytes of the score heads' keys that were read for it."""
+        """Return the attention that the draft steps gave to the tokens that were there, over all of these [before],
+        None of no draft, and the bytes of the score heads' keys that were read for it."""
         found, num_bytes = [], 0
         for layer, queries in self._queries.items():
             if queries:
-                q = np.concatenate(self.eps.to_host(cache, queries)).astype(np.float32)
-                asked = self.eps.from_numpy(q, self.model.dtype, self.model.device)
-                keys, _ = self.eps.read_kv(cache, layer, table, before)
+                q = np.concatenate(self.backend.to_host(cache, queries)).astype(np.float32)
+                asked = self.backend.from_numpy(q, self.model.dtype, self.model.device)
+                keys, _ = self.backend.read_kv(cache, layer, table, before)
                 found.append(self._on_score_heads(cache, layer, asked, keys, np.ones((len(q), before), bool)))
                 num_bytes += before * len(self.score_heads[layer]) * cache.spec.k_token_bytes
                 queries.clear()
         return (self._mean(found) if found else None), num_bytes
 
     def _on_score_heads(self, cache: Any, layer: int, q: Array, keys: Array, seen: np.ndarray) -> list[np.ndarray]:
-        """Of each score head of a layer [T]: the mean weight of keys [T, Hkv, D] over query heads and q [N, Hq, D]."""
-        weights = self.eps.weights(cache, q, keys, seen)
-        (host,) = self.eps.to_host(cache, [weights])
+        """Return [T] of each score head of a layer: the mean weight of keys [T, Hkv, D] over query heads and q
+        [N, Hq, D]."""
+        weights = self.backend.weights(cache, q, keys, seen)
+        (host,) = self.backend.to_host(cache, [weights])
         return [host[head].astype(np.float64).mean(axis=(0, 1)) for head in self.score_heads[layer]]
 
     @staticmethod
@@ -163,21 +164,23 @@ class SparseDecoder(Decoder):
 
     def _of_head(self, cache: Any, k: Array, head: int) -> Array:
         length, heads, dim = k.shape
-        return self.eps.take(cache, k.reshape((length * heads, 1, dim)), np.arange(length) * heads + head)
+        return self.backend.take(cache, k.reshape((length * heads, 1, dim)), np.arange(length) * heads + head)
 
 
-def decode_sparse(session: Session, document: Document, config: EpsConfig, verify: Verify, sparse: Sparse) -> Outcome:
-    """How a document of two tokens or more goes on where sparse passes judge the gate's drafts, greedily."""
-    observed = Observed(session.backend, session.spec, Facts("of the score heads", window=WINDOW))
+def decode_sparse(
+    session: Session, document: Document, config: EpsConfig, verify: SpeculativeConfig, sparse: Sparse
+) -> Outcome:
+    """Return how a document of two tokens or more goes on where sparse passes judge the gate's drafts, greedily."""
+    observed = Observed(session.backend, session.spec, MethodSpec("of the score heads", window=WINDOW))
     prefix = session.prefix(document.prompt[:-1], observed=observed)
-    cache, pool = session.cache(config.store, len(document.prompt) + document.num_steps)
+    cache, pool = session.cache(config.cache_config, len(document.prompt) + document.num_steps)
     sequence, cache = prefix.into(session.backend, cache, pool, document.num_steps)
     decoder, drafter = SparseDecoder(session, sparse, prefix, observed, cache), session.drafter(verify)
     drafter.tap = decoder.saw_draft
     try:
         outcome, _ = decode(
-            session, cache, pool, [Document(document.prompt, document.num_steps)], config.read, verify=verify,
-            decoder=decoder, written=[sequence],
+            session, cache, pool, [Document(document.prompt, document.num_steps)], config.selection_config,
+            verify=verify, decoder=decoder, written=[sequence],
         )  # fmt: skip
     finally:
         drafter.tap = None
@@ -193,13 +196,13 @@ BUDGETS = (1.0, 0.5, 0.25, 0.1, 0.05)
 class Plan(Documents):
     """A table's documents under dense verification (None), then sparse passes."""
 
-    arms: tuple[Sparse | None, ...] = (None, *(Sparse(budget) for budget in BUDGETS), Sparse(0.1, beta=1.0))
+    variants: tuple[Sparse | None, ...] = (None, *(Sparse(budget) for budget in BUDGETS), Sparse(0.1, beta=1.0))
     config: EpsConfig = field(default_factory=lambda: EpsConfig.of(method="rq"))
-    verify: Verify = Verify("tokens", draft=8)  # noqa: RUF009
+    verify: SpeculativeConfig = SpeculativeConfig("tokens", draft=8)  # noqa: RUF009
 
 
 def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
-    """Add no flag: the arms of this table are fixed."""
+    """Add no flag: the variants of this table are fixed."""
     return ()
 
 
@@ -208,11 +211,11 @@ def plan(args: argparse.Namespace, **common: Any) -> Plan:
     return Plan(**common)
 
 
-Decodes = tuple[Outcome, list[Outcome]]  # of one document, densely and by every arm
+Decodes = tuple[Outcome, list[Outcome]]  # of one document, densely and by every variant
 
 
 def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[tuple[Decodes, list[bool]], bool]:
-    """One document through every arm: ((decodes, which answer a needle), whether dense attention answered it)."""
+    """One document through every variant: ((decodes, which answer a needle), whether dense attention answered it)."""
     answer = ""
     if kind == "text":
         document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text)
@@ -221,7 +224,8 @@ def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple
     prefix = session.prefix(document.prompt[:-1])
     dense, whole = decode_both(session, [document], [prefix], plan.config, plan.verify, GREEDY)
     outcomes = [
-        whole if arm is None else decode_sparse(session, document, plan.config, plan.verify, arm) for arm in plan.arms
+        whole if variant is None else decode_sparse(session, document, plan.config, plan.verify, variant)
+        for variant in plan.variants
     ]
     right = [kind == "text" or says(session, one, answer) for one in (dense, *outcomes)]
     return ((dense, outcomes), right[1:]), right[0]
@@ -230,10 +234,10 @@ def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple
 def table_cells(
     plan: Plan, head_dim: int, results: Iterable[tuple[str, tuple[Decodes, list[bool]], bool]]
 ) -> list[dict[str, Any]]:
-    """The table from every document's (kind, decodes, answered densely): of each arm the numbers of
+    """The table from every document's (kind, decodes, answered densely): of each variant the numbers of
     `grid_verified.Measured` over the texts, and needles."""
-    measured = [Measured(plan.seed) for _ in plan.arms]
-    answered: list[list[tuple[bool, bool]]] = [[] for _ in plan.arms]
+    measured = [Measured(plan.seed) for _ in plan.variants]
+    answered: list[list[tuple[bool, bool]]] = [[] for _ in plan.variants]
     for kind, ((dense, outcomes), now), before in results:
         for index, outcome in enumerate(outcomes):
             if kind == "text":
@@ -243,18 +247,18 @@ def table_cells(
     return [
         {
             "context_tokens": plan.context_tokens,
-            "sparse": None if arm is None else asdict(arm),
+            "sparse": None if variant is None else asdict(variant),
             "draft": plan.verify.draft,
             "config": plan.config.to_dict(),
             **(one.numbers() if plan.num_texts else {}),
             **needle_numbers(pairs),
         }
-        for arm, one, pairs in zip(plan.arms, measured, answered, strict=True)
+        for variant, one, pairs in zip(plan.variants, measured, answered, strict=True)
     ]
 
 
 def markdown(cells: list[dict[str, Any]]) -> str:
-    """A line an arm: acceptance, tokens a round, bytes a token over dense, texts and needles as dense."""
+    """A line a variant: acceptance, tokens a round, bytes a token over dense, texts and needles as dense."""
     names = "verified by", "accepted", "tokens a round", "bytes", "texts equal to dense", "needles"
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for one in cells:

@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import click
 
 from eps_core.errors import exit_code
-from eps_core.files import outputs
+from eps_core.io import outputs
 from eps_core.load import BACKENDS
+from eps_core.metrics import provenance
 from eps_core.models.tokenizer import load_tokenizer
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.sizing import cut
-from eps_core.telemetry import provenance
 
 LONG_MODEL = Path(__file__).resolve().parents[3] / "results" / "long_model"
 NEW_TOKENS = 16

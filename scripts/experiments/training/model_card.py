@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.errors import exit_code
-from eps_core.files import inputs
+from eps_core.io import inputs
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import filler
 from experiments.training.rows import BOS, RULER_TASKS, ruler_row
@@ -34,8 +34,8 @@ MEND = "train it with scripts/experiments/training/run.py"
 
 
 def ruler_accuracy(model: Model, text: bytes, length: int, count: int, seed: int) -> dict[str, float]:
-    """Of each of RULER's tasks that rows are made of: the share of held-out questions all of whose answers are the most
-    likely text, each byte given the true ones before. Answers that are generated are scored by `eps-proto evaluate`."""
+    """Return, of each RULER task of the rows, the share of held-out questions all of whose answers are the most likely
+    text, each byte given the true ones before. Answers that are generated are scored by `eps-proto evaluate`."""
     shares = {}
     for task in RULER_TASKS:
         right = []
@@ -49,7 +49,7 @@ def ruler_accuracy(model: Model, text: bytes, length: int, count: int, seed: int
 
 
 def held_out_bits_per_byte(model: Model, text: bytes, length: int, seed: int) -> float:
-    """Of the last 1,024 bytes of held-out windows of `length`: the same bytes at any length up to LONGEST."""
+    """Return bits per byte of the last 1,024 of held-out windows of `length`: the same at any length up to LONGEST."""
     rng, losses = np.random.default_rng(seed), []
     for _ in range(TEXT_WINDOWS):
         window = filler(text, LONGEST, rng)[-length:]
@@ -96,11 +96,11 @@ def card(record: dict[str, Any]) -> str:
     bits, depths, documents = (
         record[name] for name in ("held_out_bits_per_byte", "needle_accuracy_by_depth", "needle_documents")
     )
-    stages = table(
+    cascade = table(
         ["context of stage (tokens)", "steps", "last loss (nats, answers counted twice)", "answers right in training"],
         [
             [stage["context"], stage["steps"], f"{stage['loss']:.3f}", f"{stage['answer_accuracy']:.3f}"]
-            for stage in record["stages"]
+            for stage in record["cascade"]
         ],
     )
     needles = table(
@@ -129,7 +129,7 @@ It exists to exercise EPS on real attention patterns; do not use it for anything
 Seed {record["seed"]}, torch {record["torch"]}, Python {record["python"]}, {record["tokens_seen"] / 1e6:.0f} M tokens,
 {record["hours"]:.2f} h on 2 CPU cores.
 
-{stages}
+{cascade}
 
 Held-out needles answered exactly (all five digits, dense attention, depths spread evenly, 0 to 3 distractors), and bits
 a byte of held-out text, of the last 1,024 bytes of a window:

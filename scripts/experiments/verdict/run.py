@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from eps_core.errors import exit_code
-from eps_core.files.outputs import to_json
+from eps_core.io.outputs import to_json
 from eps_core.report.load import load_results
 from experiments.verdict.verdict import decide
 

@@ -1,39 +1,42 @@
-"""Ship, iterate or kill: the product requirements' rule (R55, R56) applied to measured cells.
+"""Ship, iterate or kill: a rule applied to measured cells.
 
-Ship needs one arm that, at every context from 32k on that it was measured at, reads at least 10 % fewer bytes, has a
-95th percentile of decode time at least 7 % lower, and loses at most 0.3 points of quality (none in strict mode). Kill
-is when no arm saves 5 % of the bytes at 32k to 64k, or when strict mode, at the default epsilon or below, loses quality
-anywhere. Between: iterate. Where the data cannot say, the verdict says so and why. A looser strict mode may lose what
-it says it may: it is judged as any other arm, and what it loses is a caveat. A verdict holds for the device whose times
-decided it, which it names; the requirements ask for GPUs, so that a CPU's is a caveat, too. Quality is the questions of
-the cells and, of each context, the mean over the tasks that `eps-proto evaluate` scored and dense does not fail.
+Ship needs one variant that, at every context from 32k on that it was measured at, reads at least 10 % fewer bytes, has
+a 95th percentile of decode time at least 7 % lower, and loses at most 0.3 points of quality (none in strict mode). Kill
+is when no variant saves 5 % of the bytes at 32k to 64k, or when strict mode, at the default epsilon or below, loses
+quality anywhere. Between: iterate. Where the data cannot say, the verdict says so and why. A looser strict mode may
+lose what it says it may: it is judged as any other variant, and what it loses is a caveat. A verdict holds for the
+device whose times decided it, which it names; that of a CPU is a caveat, too, since the rule is meant for GPUs. Quality
+is the questions of the cells and, of each context, the mean over the tasks that `eps-proto evaluate` scored and dense
+does not fail.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from eps_core.config.cache import EVALUATION_METHODS
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import EVALUATION_METHODS
-from eps_core.files.records import number
-from eps_core.report.cells import arm_name, loss_points, p95_saved_percent
+from eps_core.io.records import number
+from eps_core.report.cells import loss_points, p95_saved_percent, variant_name
 
 SHIP, ITERATE, KILL, UNDECIDED = "ship", "iterate", "kill", "not decidable"
 
 LONG_TOKENS = 32_000  # "32k", whether it means 32,000 or 32,768
 KILL_MAX_TOKENS = 65_536
-SHIP_BYTES_PERCENT = 10.0  # the requirements' range is 10 to 20: its lower end decides, the upper is reported
+SHIP_BYTES_PERCENT = 10.0  # the range asked for is 10 to 20: its lower end decides, the upper is reported
 SHIP_BYTES_FULL_PERCENT = 20.0
 SHIP_P95_PERCENT = 7.0
 KILL_BYTES_PERCENT = 5.0
 MAX_LOSS_POINTS = 0.3
-STRICT_EPSILON = EpsConfig.of().read.epsilon  # where strict mode, as configured by default, must lose nothing
+STRICT_EPSILON = (
+    EpsConfig.of().selection_config.epsilon
+)  # where strict mode, as configured by default, must lose nothing
 _ROUNDING = 1e-9  # a ratio of 0.9 must be 10 % saved
-# what makes two cells the same arm, at different contexts and batches
+# what makes two cells the same variant, at different contexts and batches
 ARM_KEYS = (
-    "method", "policy", "dim", "bits", "group_tokens", "alpha", "budget", "epsilon", "tau", "first_n", "last_n",
-    "last_tokens", "byte_budget", "heads", "strict", "device", "model", "refine", "tail_tokens", "guards", "scope",
-    "bound_bits", "mean_tokens", "mean_bits", "stages",
+    "method", "policy", "dim", "bits", "group_size", "alpha", "budget", "epsilon", "tau", "first_n", "last_n",
+    "num_recent_tokens", "byte_budget", "heads", "strict", "device", "model", "rescore", "correction_tokens",
+    "sink_recent", "scope", "bound_bits", "mean_tokens", "mean_bits", "cascade",
 )  # fmt: skip
 
 
@@ -44,7 +47,7 @@ class Verdict:
     outcome: str
     reasons: tuple[str, ...]
     caveats: tuple[str, ...] = ()
-    arm: str | None = None  # the arm that ships, or the nearest one
+    variant: str | None = None  # the variant that ships, or the nearest one
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,7 +55,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Arm:
-    """One arm's worst figures over its cells from 32k on; percent and points, None where not measured."""
+    """One variant's worst figures over its cells from 32k on; percent and points, None where not measured."""
 
     name: str
     bytes_saved: float
@@ -63,7 +66,7 @@ class _Arm:
     device: str
 
     def fails(self) -> list[str]:
-        """Why it cannot ship, from what was measured alone."""
+        """Return why it cannot ship, from what was measured alone."""
         limit = 0.0 if self.strict else MAX_LOSS_POINTS
         found = []
         if self.bytes_saved < SHIP_BYTES_PERCENT - _ROUNDING:
@@ -75,7 +78,7 @@ class _Arm:
         return found
 
     def lacks(self) -> list[str]:
-        """What was not measured on the device or at all."""
+        """Return the names of what was not measured on the device or at all."""
         found = []
         if self.p95_saved is None:
             found.append("no decode times")
@@ -121,43 +124,48 @@ def _judge(measured: Sequence[Mapping[str, Any]], broken: str, tasks: Sequence[M
         )
     saved = [_bytes_saved(cell) for cell in long if _tokens(cell) <= KILL_MAX_TOKENS]
     if saved and max(saved) < KILL_BYTES_PERCENT - _ROUNDING:
-        reason = f"no arm saves {KILL_BYTES_PERCENT:g} % of the bytes at 32k to 64k: the best saves {max(saved):.1f} %"
+        reason = (
+            f"no variant saves {KILL_BYTES_PERCENT:g} % of the bytes at 32k to 64k: the best saves {max(saved):.1f} %"
+        )
         return Verdict(KILL, (reason,))
-    arms = _arms(long, tasks)
-    ships = [arm for arm in arms if not arm.fails() and not arm.lacks()]
+    variants = _variants(long, tasks)
+    ships = [variant for variant in variants if not variant.fails() and not variant.lacks()]
     if ships:
-        best = max(ships, key=lambda arm: (arm.p95_saved or 0, arm.bytes_saved, arm.name))
+        best = max(ships, key=lambda variant: (variant.p95_saved or 0, variant.bytes_saved, variant.name))
         assert best.p95_saved is not None and best.loss is not None
         reason = (
             f"{best.name}: {best.bytes_saved:.1f} % fewer bytes, p95 of decode {best.p95_saved:.1f} % lower on "
             f"{best.device}, {best.loss:.2f} points lost"
         )
         return Verdict(SHIP, (reason,), _caveats(best), best.name)
-    open_arms = [arm for arm in arms if not arm.fails()]
+    open_arms = [variant for variant in variants if not variant.fails()]
     if open_arms:
-        best = max(open_arms, key=lambda arm: (arm.bytes_saved, arm.name))
+        best = max(open_arms, key=lambda variant: (variant.bytes_saved, variant.name))
         return Verdict(
             UNDECIDED,
             (f"{best.name} saves {best.bytes_saved:.1f} % of the bytes, but there are {' and '.join(best.lacks())}",),
-            arm=best.name,
+            variant=best.name,
         )
-    best = min(arms, key=lambda arm: (len(arm.fails()), -arm.bytes_saved, arm.name))
-    return Verdict(ITERATE, (f"no arm ships; the nearest, {best.name}, {' and '.join(best.fails())}",), arm=best.name)
+    best = min(variants, key=lambda variant: (len(variant.fails()), -variant.bytes_saved, variant.name))
+    return Verdict(
+        ITERATE, (f"no arm ships; the nearest, {best.name}, {' and '.join(best.fails())}",), variant=best.name
+    )
 
 
-def task_loss_points(arm: Mapping[str, Any], tasks: Iterable[Mapping[str, Any]]) -> float | None:
+def task_loss_points(variant: Mapping[str, Any], tasks: Iterable[Mapping[str, Any]]) -> float | None:
     """Points of score that the tasks of a cell's own settings, context and model lose in the mean; None where it has
     none. Another budget is another question: what is lost or kept there says nothing of this one."""
     lost = [
         loss
         for task in tasks
-        if arm.get("config") and all(arm.get(key) == task.get(key) for key in ("config", "context_tokens", "model"))
+        if variant.get("config")
+        and all(variant.get(key) == task.get(key) for key in ("config", "context_tokens", "model"))
         and (loss := loss_points(task)) is not None
     ]  # fmt: skip
     return sum(lost) / len(lost) if lost else None
 
 
-def _arms(cells: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]) -> list[_Arm]:
+def _variants(cells: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]) -> list[_Arm]:
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for cell in cells:
         setting = cell.get("setting") or {}
@@ -166,7 +174,7 @@ def _arms(cells: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]
         groups.setdefault(key, []).append(cell)
     return [
         _Arm(
-            name=arm_name(group[0]),
+            name=variant_name(group[0]),
             bytes_saved=min(map(_bytes_saved, group)),
             p95_saved=_worst([p95_saved_percent(cell) for cell in group], min),
             loss=_worst([_most(loss_points(cell), task_loss_points(cell, tasks)) for cell in group], max),
@@ -187,16 +195,16 @@ def _worst(values: Sequence[float | None], choose: Any) -> float | None:
     return choose(known) if len(known) == len(values) else None
 
 
-def _caveats(arm: _Arm) -> tuple[str, ...]:
+def _caveats(variant: _Arm) -> tuple[str, ...]:
     found = []
-    if arm.device == "cpu":
+    if variant.device == "cpu":
         found.append("times are of a CPU: the requirements ask for GPUs")
-    if arm.bytes_saved < SHIP_BYTES_FULL_PERCENT:
+    if variant.bytes_saved < SHIP_BYTES_FULL_PERCENT:
         found.append(f"the bytes saved are in the required range's lower part, below {SHIP_BYTES_FULL_PERCENT:g} %")
-    if arm.num_questions and 100 / arm.num_questions > MAX_LOSS_POINTS:
+    if variant.num_questions and 100 / variant.num_questions > MAX_LOSS_POINTS:
         found.append(
-            f"{arm.num_questions} questions cannot resolve {MAX_LOSS_POINTS:g} points (one is "
-            f"{100 / arm.num_questions:.2f}): a benchmark of thousands must confirm the quality"
+            f"{variant.num_questions} questions cannot resolve {MAX_LOSS_POINTS:g} points (one is "
+            f"{100 / variant.num_questions:.2f}): a benchmark of thousands must confirm the quality"
         )
     return tuple(found)
 
@@ -204,19 +212,20 @@ def _caveats(arm: _Arm) -> tuple[str, ...]:
 def _losses(cells: Iterable[Mapping[str, Any]]) -> str:
     """The first three strict cells that lose, in words."""
     found = sorted(
-        f"{arm_name(cell)} epsilon {_epsilon(cell):g} at {_tokens(cell):,} tokens loses {loss_points(cell):.2f} points"
+        f"{variant_name(cell)} epsilon {_epsilon(cell):g} at {_tokens(cell):,} tokens loses "
+        f"{loss_points(cell):.2f} points"
         for cell in cells
     )
     return "; ".join(found[:3])
 
 
 def _must_keep(cell: Mapping[str, Any]) -> bool:
-    """Whether the requirements' strict mode is what a cell measured."""
+    """Return whether a cell measured strict mode at the default epsilon or below."""
     return bool(cell.get("strict")) and _epsilon(cell) <= STRICT_EPSILON
 
 
 def _epsilon(cell: Mapping[str, Any]) -> float:
-    """Of a strict cell; the default where it says nothing."""
+    """Return the epsilon of a strict cell; the default where it says nothing."""
     found = _setting(cell, "epsilon")
     return STRICT_EPSILON if found is None else found
 

@@ -1,4 +1,4 @@
-"""What a round of verified decoding costs here: dense, gated, draft and verify passes of whole models, in turn.
+"""The cost of a round of verified decoding here: dense, sparse, draft and verify passes of whole models, in turn.
 
     python scripts/experiments/verified_speed/run.py --models demo,llama-1b --context 8192,32768 (20 minutes)
 
@@ -25,15 +25,15 @@ import click
 import numpy as np
 from whole_step import MODELS
 
+from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import Store
-from eps_core.config.verify import Verify
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.files import outputs
+from eps_core.io import outputs
+from eps_core.kv_cache.rows import Rows
+from eps_core.metrics.provenance import provenance
 from eps_core.models.config import DEMO_MODEL
-from eps_core.paging.rows import Rows
-from eps_core.telemetry.provenance import provenance
 
 FILL_TOKENS, WARM_UP = 4096, 2
 DRAFTS = (2, 4, 8, 16)
@@ -41,18 +41,18 @@ ACCEPTANCES = (0.9, 0.95, 0.98)
 
 
 class Bench:
-    """A model with one sequence of random keys and values, in a dense cache and in a gated one."""
+    """A model with one sequence of random keys and values, in a dense cache and in a sparse one."""
 
     def __init__(self, session: Session, config: EpsConfig, context: int) -> None:
         self.session, self.config, self.context = session, config, context
         self.decoder, spec = session.decoder, session.spec
-        self.read = Verify("tokens").draft_read(config.read)
+        self.selection_config = SpeculativeConfig("tokens").draft_selection(config.selection_config)
         self.caches: dict[str, Any] = {}
         self.slots: dict[str, np.ndarray] = {}
         self.tables: dict[str, np.ndarray] = {}
         room, rng = max(DRAFTS) + 2, np.random.default_rng(0)
-        for name, store in (("dense", Store()), ("gated", config.store)):
-            cache, pool = session.cache(store, context + room)
+        for name, cache_config in (("dense", CacheConfig()), ("gated", config.cache_config)):
+            cache, pool = session.cache(cache_config, context + room)
             sequence, _ = pool.open()
             slots, _ = pool.append(sequence, [0] * (context + room))
             for start in range(0, context, FILL_TOKENS):
@@ -70,10 +70,10 @@ class Bench:
 
     def step(self, name: str, decoder: Any, draft: bool = False, dense: bool = False) -> None:
         """One step of the token after the context; it is written over each time."""
-        where = self.slots[name][self.context : self.context + 1]
-        lengths, read = np.array([self.context + 1]), None if dense else self.read
+        plan = self.slots[name][self.context : self.context + 1]
+        lengths, selection_config = np.array([self.context + 1]), None if dense else self.selection_config
         self.caches[name], _ = decoder.step(
-            self.caches[name], np.array([5]), where, self.tables[name], lengths, read, draft=draft
+            self.caches[name], np.array([5]), plan, self.tables[name], lengths, selection_config, draft=draft
         )
 
     def verify(self, drafts: int) -> None:
@@ -99,7 +99,7 @@ def times(parts: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]
 
 def measure(session: Session, context: int, rounds: int, quantised: bool) -> dict[str, Any]:
     config = EpsConfig.of(method="rq")
-    session.check_kernels(config.store, verified=True)
+    session.check_kernels(config.cache_config, verified=True)
     bench = Bench(session, config, context)
     parts: dict[str, Callable[[], None]] = {
         "dense": lambda: bench.step("dense", bench.decoder, dense=True),
@@ -109,7 +109,7 @@ def measure(session: Session, context: int, rounds: int, quantised: bool) -> dic
         "draft": lambda: bench.step("gated", bench.decoder, draft=True),
     }
     if quantised:
-        small = session.drafter(Verify("tokens", weights="4bit"))
+        small = session.drafter(SpeculativeConfig("tokens", weights="4bit"))
         parts["draft_4bit"] = lambda: bench.step("gated", small, draft=True)
     for drafts in DRAFTS:
         parts[f"verify_{drafts}"] = partial(bench.verify, drafts)

@@ -13,8 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from speed_tables import row
 
 from eps_core.errors import exit_code
-from eps_core.files import inputs
-from eps_core.files.records import Count, Name, Positive, Ratio, Share, read_record
+from eps_core.io import inputs
+from eps_core.io.records import Count, Name, Positive, Ratio, Share, read_record
+from eps_core.io.schema import current
 
 MEND = "run scripts/verified.sh again"
 CELL = {
@@ -44,18 +45,19 @@ def acceptance_table(folder: Path) -> None:
               "bytes a token / dense (95 %)", "KL of a draft", "equal to dense"))  # fmt: skip
     print("|" + "---|" * 11)
     for name, model in (("verified.jsonl", "demo"), ("verified-wide.jsonl", "wide")):
-        for where, line in inputs.read_jsonl(folder / name, "results", MEND):
+        for place, values in inputs.read_jsonl(folder / name, "results", MEND):
+            line = current(values)
             if line.get("type") != "cell" or line.get("skipped"):
                 continue
-            cell, asked = {**line, **read_record(CELL, line, where, MEND)}, line["setting"]
+            cell, asked = {**line, **read_record(CELL, line, place, MEND)}, line["setting"]
             how = line["verified"]
             # older rows name what their drafts read
             more = [how["select"]] if how.get("select", "step") != "step" else []
             more += [f"{how['weights']} weights"] if how["weights"] != "full" else []
-            more += ["guards {} and {}".format(*line["guards"])] if cell["method"] != "rq" else []
+            more += ["{} sink and {} recent tokens".format(*line["sink_recent"])] if cell["method"] != "rq" else []
             rejects = how.get("rule") == "reject"  # of older rows
             more += ["rejection"] if rejects else []
-            label = f"`{cell['method']}` {line['group_tokens']}, {asked['budget']:g}" + "".join(f", {m}" for m in more)
+            label = f"`{cell['method']}` {line['group_size']}, {asked['budget']:g}" + "".join(f", {m}" for m in more)
             equal = "-" if rejects else f"{cell['documents_equal']} of {cell['documents']}"
             print(row(
                 model, label, f"{cell['context_tokens']:,}", f"{asked['temperature']:g}", how["draft"],
@@ -68,8 +70,8 @@ def speed_table(folder: Path) -> None:
     print(row("model, dtype", "context", "dense ms", "gate", "c, full / 4-bit", "v(2) v(4) v(8) v(16)",
               "verified, a .90 / .95 / .98", "4-bit drafts, the same"))  # fmt: skip
     print("|" + "---|" * 8)
-    for where, line in inputs.read_jsonl(folder / "verified_speed.jsonl", "results", MEND):
-        one = read_record(TIMES, line, where, MEND)
+    for place, line in inputs.read_jsonl(folder / "verified_speed.jsonl", "results", MEND):
+        one = read_record(TIMES, line, place, MEND)
 
         def best(drafter: str) -> str:
             rates = one["times_as_fast"].get(drafter)  # noqa: B023

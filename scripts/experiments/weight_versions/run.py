@@ -17,7 +17,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
 from eps_core.evaluation.compare import demo_document
-from eps_core.files.outputs import to_json
+from eps_core.io.outputs import to_json
 from experiments.weight_versions.versions import decode_across, with_weights
 
 
@@ -35,9 +35,9 @@ def main() -> None:
     updated = with_weights(session, args.update or session.path)
     prompt = args.prompt or demo_document().prompt
     prompts = session.encode_prompts([prompt], args.before + args.after)
-    stages = decode_across([(session, args.before), (updated, args.after)], prompts, EpsConfig.of(method=args.method))
-    lines = [{**asdict(stage), "text": session.decode(stage.tokens[0])} for stage in stages]
-    print(to_json({"model": str(session.path), "update": str(updated.path), "stages": lines}))
+    cascade = decode_across([(session, args.before), (updated, args.after)], prompts, EpsConfig.of(method=args.method))
+    lines = [{**asdict(stage), "text": session.decode(stage.tokens[0])} for stage in cascade]
+    print(to_json({"model": str(session.path), "update": str(updated.path), "cascade": lines}))
 
 
 if __name__ == "__main__":

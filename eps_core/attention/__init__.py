@@ -1,0 +1,1 @@
+"""The sparse layer: its data and its order, whatever the backend."""

@@ -1,0 +1,115 @@
+"""The kernels of a backend: one table for each family (numba, triton, metal), and array operations for the rest.
+
+A table names every function of the backend that the family computes, and each entry says which arguments it does not
+support. Kernels change speed only: array operations give the same values, up to float rounding.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+from eps_core.attention.protocol import Array
+from eps_core.kv_cache.step_plan import StepPlan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+READ_BITS = {16, 8, 4}  # of K and of V: uncoded, and the codes that kernels read
+
+logger = logging.getLogger("eps")
+
+
+def _supported(*arguments: Any, **named: Any) -> None:
+    return None
+
+
+@dataclass
+class Kernel:
+    """A kernel in the place of the array function of the same name, with the same arguments and results.
+
+    `unsupported` takes these arguments and returns in a few words what the kernel does not support, or None."""
+
+    run: Callable[..., Any]
+    unsupported: Callable[..., str | None] = _supported
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return the kernel's result, or None where it does not support the arguments."""
+        return self.run(*arguments) if self.unsupported(*arguments) is None else None
+
+
+@dataclass
+class KernelTable:
+    """The kernels of one family. None: the family leaves this function to the array operations."""
+
+    family: str = "arrays"
+    write_kv: Kernel | None = None  # tokens of a decode step, each in a unit of its own
+    build_summary: Kernel | None = None  # of methods that code every token
+    score: Kernel | None = None
+    select: Kernel | None = None
+    attend: Kernel | None = None
+    attend_rows: Kernel | None = None
+    attend_correction: Kernel | None = None
+    add_correction: Kernel | None = None
+    skipped_mass: Kernel | None = None
+    attend_fused: Kernel | None = None  # a whole layer; the functions above serve where it does not
+    listing: Callable[[Array, int], tuple[Array, Array]] | None = (
+        None  # groups and counts of a mask of array operations
+    )
+    settle: Callable[[], None] | None = None  # waits until no kernel reads a pool that is about to be written
+
+    def serving(self, kernel: Kernel | None, operation: str, *arguments: Any, **named: Any) -> Kernel | None:
+        """Return a kernel of this table if it supports the arguments. Otherwise array operations serve, and a warning
+        names the operation and the reason, once in a process."""
+        if kernel is None:
+            return None
+        reason = kernel.unsupported(*arguments, **named)
+        if reason is None:
+            return kernel
+        _name_fallback(self.family, operation, reason)
+        return None
+
+
+@cache
+def _name_fallback(family: str, operation: str, reason: str) -> None:
+    logger.warning("kernels %s do not support %s of %s: array operations instead", family, operation, reason)
+
+
+def kernel_first(
+    table_of: Callable[[str], KernelTable], entry: Callable[[KernelTable], Kernel | None]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator for functions over arrays whose first argument, a cache or scores, names its `kernels`: the
+    entry of their table comes first where it supports the arguments."""
+
+    def decorate(arrays: Callable[P, R]) -> Callable[P, R]:
+        operation = arrays.__name__.lstrip("_")
+
+        @wraps(arrays)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            cache: Any = args[0]
+            table = table_of(cache.kernels)
+            kernel = table.serving(entry(table), operation, *args, **kwargs)
+            return arrays(*args, **kwargs) if kernel is None else kernel.run(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def unread_codes(cache: Any, *arguments: Any, **named: Any) -> str | None:
+    """Return the formats of K and V of a cache that attention kernels do not read, or None."""
+    spec = cache.spec
+    if spec.quantised and not {spec.k_bits, spec.v_bits} <= READ_BITS:
+        return f"K in {spec.k_bits} and V in {spec.v_bits}"
+    return None
+
+
+def unsupported_choice(scores: Any, plan: StepPlan, layer: int = 0) -> str | None:
+    """Return the part of a layer's choice of groups that is not topk per kv head, which kernels support, or None."""
+    selection_config = plan.config.selection_config
+    if selection_config.policy != "topk":
+        return f"policy {selection_config.policy}"
+    if selection_config.scope != "kv-head":
+        return f"scope {selection_config.scope}"
+    modes = set(selection_config.head_modes[layer]) - {"gate"} if selection_config.head_modes else set()
+    return f"head modes {', '.join(sorted(modes))}" if modes else None

@@ -1,0 +1,59 @@
+"""The flags of verified decoding, and how they become a Verify."""
+
+from functools import partial
+from typing import Any
+
+import click
+
+from eps_core.cli.help import VERIFY, option, options
+from eps_core.cli.numbers import OrWord, Whole
+from eps_core.cli.options import AUTO, flag
+from eps_core.config.eps import EpsConfig
+from eps_core.config.speculative import DRAFT_WEIGHTS, MODES, SpeculativeConfig
+
+_DEFAULT = SpeculativeConfig()
+_option = partial(option, heading=VERIFY)
+# flag -> field of Verify
+_FIELDS = {
+    "eps_verify": "mode",
+    "eps_draft": "draft",
+    "eps_draft_most": "most",
+    "eps_draft_weights": "weights",
+}
+
+speculative_options = options(
+    _option(
+        "--eps-verify", type=click.Choice(MODES), default=_DEFAULT.mode, show_default=True,
+        help="Self-speculative decoding: sparse steps draft, one dense pass verifies. The text is the dense one but "
+        "for ties of rounding.",
+    ),
+    _option(
+        "--eps-draft", type=OrWord(Whole(), AUTO), default=_DEFAULT.draft, show_default=True, metavar="N|auto",
+        help="Drafted tokens a round; auto: chosen from measured acceptance and costs, possibly 0.",
+    ),
+    _option(
+        "--eps-draft-most", type=Whole(), default=_DEFAULT.most, show_default=True,
+        help="Maximum number of drafts a round.",
+    ),
+    _option(
+        "--eps-draft-weights", type=click.Choice(DRAFT_WEIGHTS), default=_DEFAULT.weights, show_default=True,
+        help="Weights of the drafting model; verification uses the full weights.",
+    ),
+)  # fmt: skip
+
+
+def speculative_of(flags: dict[str, Any], given: set[str], config: EpsConfig) -> SpeculativeConfig:
+    """The flags as a Verify; flags that mean nothing, or contradict each other, are refused."""
+    values = {field: flags[name] for name, field in _FIELDS.items()}
+    if "eps_draft" not in given:
+        del values["draft"]
+    elif values["draft"] == AUTO:
+        values["draft"] = None
+    verify = SpeculativeConfig.of(**values)
+    idle = sorted(given & (set(_FIELDS) - {"eps_verify"}))
+    if idle and not verify.enabled:
+        raise click.UsageError(f"{flag(idle[0])} means nothing without verified decoding: add --eps-verify tokens")
+    verify.check(
+        config, flags.get("temperature", 0.0), flags.get("sample_by", "gumbel"), flags.get("eps_audit_every", 0)
+    )
+    return verify

@@ -1,1 +1,0 @@
-"""What is read from outside and written to it: one reader, one writer, one owner of caches."""

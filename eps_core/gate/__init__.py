@@ -1,1 +1,0 @@
-"""The gated layer: its data and its order, whatever the backend."""

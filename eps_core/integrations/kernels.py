@@ -1,0 +1,52 @@
+"""Kernels that an engine may trust: compared with array operations before they are used, once a process and shape."""
+
+import logging
+from functools import cache
+from typing import Any
+
+from eps_core.attention.protocol import Backend
+from eps_core.config.cache import CacheConfig, CacheSpec
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.kernel_check import disagreement
+from eps_core.errors import ConfigError
+from eps_core.load import resolve_kernels
+
+logger = logging.getLogger("eps")
+
+
+def checked_kernels(
+    backend: Backend, kernels: str, device: str, spec: CacheSpec, num_heads: int, cache_config: CacheConfig
+) -> str:
+    """The kernels asked for, if they say what array operations say on this device; of auto, array operations then take
+    the place. Raises ConfigError for named ones. What a device computes later fails out of the gate's sight, and what
+    is compiled late is waited for in the middle of a text: so it is asked, and compiled, now."""
+    found = resolve_kernels(kernels, backend.usable_kernels(device), device)
+    if found == "arrays" or (device == "cpu" and found != "numba"):  # a GPU's kernels in a test
+        return found
+    module: Any = backend
+    fault = _fault(module, device, found, spec.num_kv_heads, spec.head_dim, spec.dtype, num_heads, cache_config)
+    if fault is None:
+        return found
+    if kernels != "auto":
+        raise ConfigError(f"{fault}: choose --kernels arrays")
+    return "arrays"
+
+
+@cache
+def _fault(
+    backend: Any,
+    device: str,
+    kernels: str,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    num_heads: int,
+    cache_config: CacheConfig,
+) -> str | None:
+    spec = CacheSpec(1, kv_heads, head_dim, 1, dtype)
+    fault = disagreement(backend, device, kernels, spec, num_heads, EpsConfig.reading(cache_config))
+    if fault is None:
+        return None
+    line = f"kernels {kernels} failed their check on this device ({fault})"
+    logger.warning("%s: array operations instead", line)
+    return line

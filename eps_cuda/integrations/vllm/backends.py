@@ -1,0 +1,123 @@
+"""Thin subclasses of vLLM's attention backends: the stock classes themselves unless the server was asked for EPS."""
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from eps_cuda.integrations.vllm.asked import asked
+from eps_cuda.integrations.vllm.runtime import Runtime, runtime_of
+
+
+def current_wants_eps() -> bool:
+    """Return whether the server whose layers are being made was asked for EPS."""
+    vllm_config = get_current_vllm_config_or_none()
+    return vllm_config is not None and asked(vllm_config) is not None
+
+
+class EpsImpl:
+    """The class ahead of a stock implementation in a class of both: K writes and decode rows of sparse layers go to the
+    runtime's route, everything else to the stock one."""
+
+    routes: ClassVar[dict[str, Any]]  # name -> class, made with the backend module
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config = get_current_vllm_config()
+        want = asked(vllm_config)
+        assert want is not None
+        self.eps_runtime = Runtime.of(vllm_config, want)
+
+    def eps_route(self, runtime: Runtime) -> Any:
+        return self.routes[runtime.want.route](runtime.backend)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        stock = partial(super().do_kv_cache_update, layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        runtime, place = self.eps_runtime, self.eps_runtime.place(layer)
+        if place is None or not runtime.serve(layer, kv_cache):
+            stock()
+            return
+        # key may be padded beyond the slots, and slots by -1
+        runtime.route.write(runtime, place, key[: len(slot_mapping)], value[: len(slot_mapping)], slot_mapping, stock)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        stock = partial(
+            super().forward, layer, query, key, value, kv_cache, output=output, output_scale=output_scale,  # type: ignore[misc]
+            output_block_scale=output_block_scale,
+        )  # fmt: skip
+        runtime, place = self.eps_runtime, self.eps_runtime.place(layer)
+        if attn_metadata is None or place is None or not runtime.serve(layer, kv_cache):
+            result: Tensor = stock(attn_metadata=attn_metadata)
+            return result
+        runtime.route.forward(runtime, place, self, layer, query, attn_metadata, output, stock)
+        return output
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        return False  # it would write K past `do_kv_cache_update`
+
+
+class EpsBuilder:
+    """The class ahead of a stock metadata builder in a class of both: starts the runtime before the first request, and
+    keeps which requests still prefill."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any, **more: Any):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **more)  # type: ignore[call-arg]
+        self.eps_runtime = None
+        context = vllm_config.compilation_config.static_forward_context
+        for name in layer_names:
+            self.eps_runtime = self.eps_runtime or runtime_of(context.get(name))
+        if self.eps_runtime is not None:
+            self.eps_runtime.start(layer_names, kv_cache_spec.block_size)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
+        if self.eps_runtime is not None:
+            metadata.eps_prefilling = getattr(common_attn_metadata, "is_prefilling", None)
+        return metadata
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        if asked(vllm_config) is None:
+            stock: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+            return stock
+        return AttentionCGSupport.NEVER  # lists are chosen on the host: piecewise graphs around attention are left
+
+
+def hooked(stock: type, rows: type, by_blocks: type) -> type:
+    """The backend that takes the place of a stock one, with the routes that it has."""
+    stock_impl, stock_builder = stock.get_impl_cls(), stock.get_builder_cls()  # type: ignore[attr-defined]
+    here = {"__module__": __name__}  # vLLM groups layers by the full name of their backend
+    routes = {"routes": {"rows": rows, "stock": by_blocks}}
+    impl = type(f"Eps{stock_impl.__name__}", (EpsImpl, stock_impl), here | routes)
+    builder = type(f"Eps{stock_builder.__name__}", (EpsBuilder, stock_builder), here)
+    members = here | {
+        "get_impl_cls": staticmethod(lambda: impl if current_wants_eps() else stock_impl),
+        # asked of each server when it is built, as it is not always known here which one that is
+        "get_builder_cls": staticmethod(lambda: builder),
+    }
+    return type(f"Eps{stock.__name__}", (stock,), members)
+
+
+def real_rows(key: Tensor, value: Tensor, slots: Any) -> tuple[Tensor, Tensor, Any]:
+    """Those of key, value [N, ..] and slots [N] (host) that are no padding."""
+    real = slots >= 0
+    if real.all():
+        return key, value, slots
+    rows = torch.from_numpy(real.nonzero()[0]).to(key.device)
+    return key[rows], value[rows], slots[real]

@@ -1,0 +1,89 @@
+"""One forward of vLLM as the host sees it: which rows of the batch decode, where their tokens lie. Made once and shared
+by all layers, as vLLM's own metadata is.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eps_core.config.eps import EpsConfig
+from eps_core.kv_cache.step_plan import StepPlan
+
+
+@dataclass
+class Forward:
+    """R requests of a batch, of which B decode one token each and are sparse; the others prefill, or verify drafts."""
+
+    starts: np.ndarray  # [R + 1] int64, of each request's query tokens
+    lengths: np.ndarray  # [R] int64 tokens, the new ones counted
+    decode: np.ndarray  # [B] their places among the requests
+    others: np.ndarray  # of requests with query tokens that do not decode
+    num_verified: int  # of these, past their prompt: drafts of speculative decoding, or recomputed after preemption
+    tokens: Tensor | None  # [B] int64 on the device: the query tokens of `decode`; None: there are no others
+    plan: StepPlan | None  # of `decode`; None where there are none
+    dense: StepPlan | None  # the same, for reading everything
+    table: np.ndarray  # [R, M] int32 EPS units of each request, padding -1
+    kept: dict[str, Any] = field(default_factory=dict)  # what a route makes of the metadata, once for all layers
+
+    @classmethod
+    def of(cls, metadata: Any, prefilling: Tensor | None, config: EpsConfig, block_tokens: int) -> "Forward":
+        starts = on_host(metadata.query_start_loc).astype(np.int64)
+        lengths = on_host(metadata.seq_lens)[: len(starts) - 1].astype(np.int64)
+        counts = np.diff(starts)
+        past_prompt = np.ones(len(counts), bool)
+        if prefilling is not None:
+            past_prompt = ~on_host(prefilling)[: len(counts)].astype(bool)
+        # a tensor, or False, asks for something else than causal attention
+        gates = past_prompt & (counts == 1) & (lengths > 0) & (metadata.causal is True)
+        decode = np.flatnonzero(gates)
+        others = np.flatnonzero(~gates & (counts > 0))
+        table = units_of(
+            on_host(metadata.block_table)[: len(lengths)], lengths, block_tokens, config.cache_config.unit_tokens
+        )
+        plan = dense = tokens = None
+        if len(decode):
+            width = -(-int(lengths[decode].max()) // config.cache_config.unit_tokens)
+            plan = StepPlan.of(config, table[decode, :width], lengths[decode])
+            dense = StepPlan.dense(config.cache_config, plan.table, plan.lengths)
+            if len(others) or len(decode) != metadata.num_actual_tokens:
+                tokens = torch.from_numpy(starts[decode]).to(metadata.seq_lens.device)
+        return cls(
+            starts,
+            lengths,
+            decode,
+            others,
+            int((past_prompt & ~gates & (counts > 0)).sum()),
+            tokens,
+            plan,
+            dense,
+            table,
+        )
+
+    def rows_of(self, array: Tensor) -> Tensor:
+        """Those of `decode` in an array [tokens, ..] of the batch: a view where all rows decode."""
+        return array[: len(self.decode)] if self.tokens is None else array[self.tokens]
+
+    def put(self, array: Tensor, rows: Tensor) -> None:
+        """Writes rows [B, ..] to their places in an array [tokens, ..] of the batch."""
+        if self.tokens is None:
+            array[: len(self.decode)] = rows
+        else:
+            array[self.tokens] = rows.to(array.dtype)
+
+
+def units_of(blocks: np.ndarray, lengths: np.ndarray, block_tokens: int, unit_tokens: int) -> np.ndarray:
+    """[R, M] int32 pool units of requests of `lengths` [R] in vLLM's blocks [R, ..], of which each is a whole number of
+    units; padding -1."""
+    per_block = block_tokens // unit_tokens
+    blocks = blocks[:, : -(-int(lengths.max(initial=0)) // block_tokens)].astype(np.int32)
+    units = (blocks[:, :, None] * per_block + np.arange(per_block, dtype=np.int32)).reshape(len(blocks), -1)
+    return np.where(np.arange(units.shape[1]) * unit_tokens < lengths[:, None], units, -1).astype(np.int32)
+
+
+def on_host(array: Tensor) -> np.ndarray:
+    """A tensor as numpy: no copy on a CPU, a wait on a GPU."""
+    found: np.ndarray = array.detach().cpu().numpy()
+    return found

@@ -1,0 +1,103 @@
+"""EPS's counters as Prometheus reads them: on the server's own /metrics, though they are counted in other processes.
+
+The first process of a server names a folder, which its workers inherit; each worker writes its counters to a file there
+once a second at most, and the server's registry reads them when it is asked.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = "EPS_METRICS_FOLDER"  # of the environment; set by `export`
+SECONDS = 1.0
+COUNTERS = {  # counter of `eps_stats` -> what it counts
+    "steps": "decode steps with sparse layers",
+    "rows": "decode rows of them",
+    "groups_total": "groups of the contexts, over layers and kv heads",
+    "groups_selected": "groups read",
+    "groups_always_selected": "groups read whatever their score",
+    "bytes_kv_read": "bytes of K and V read",
+    "bytes_kv_dense": "bytes of K and V that dense attention reads",
+    "bytes_summary_read": "bytes of summaries read",
+    "bytes_k_reread": "bytes of K read again to summarise it",
+    "tokens_adopted": "tokens summarised that EPS had not seen written",
+    "failed_writes": "writes without summaries after a fault",
+    "failed_adoptions": "adoptions left after a fault",
+    "verified_rows": "rows past the prompt attended densely (drafts, recomputed tokens)",
+}
+
+
+def text(stats: dict[str, Any], labels: str = "") -> str:
+    """The exposition format; `labels` such as `worker="0"`."""
+    lines = []
+    for name, meaning in COUNTERS.items():
+        lines += [f"# HELP eps_{name}_total {meaning}", f"# TYPE eps_{name}_total counter"]
+        lines.append(f"eps_{name}_total{{{labels}}} {stats.get(name, 0)}")
+    lines += ["# HELP eps_fallbacks_total layer rows attended densely, by reason", "# TYPE eps_fallbacks_total counter"]
+    for reason, number in sorted(stats.get("fallbacks", {}).items()):
+        found = ",".join(filter(None, [f'reason="{reason}"', labels]))
+        lines.append(f"eps_fallbacks_total{{{found}}} {number}")
+    lines += ["# HELP eps_on whether EPS gates", "# TYPE eps_on gauge", f"eps_on{{{labels}}} {int(stats['on'])}"]
+    return "\n".join(lines) + "\n"
+
+
+def worker_number(vllm_config: Any) -> int:
+    """Return the number of this worker among all of a server, tensor and data parallel ones."""
+    parallel = vllm_config.parallel_config
+    # the rank in data parallelism is 0 where replicas know nothing of each other; the index is not
+    return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+
+
+class Shown:
+    """Writes a worker's counters where the server finds them."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        folder = os.environ.get(FOLDER)
+        self.file = None if folder is None else Path(folder) / f"{worker_number(vllm_config)}.json"
+        self._last = -SECONDS
+
+    def update(self, runtime: Any) -> None:
+        now = time.monotonic()
+        if self.file is None or now - self._last < SECONDS:
+            return
+        self._last = now
+        part = self.file.with_suffix(".part")
+        part.write_text(json.dumps(runtime.stats()))
+        part.replace(self.file)
+
+
+def export() -> None:
+    """Adds what workers write to this process's Prometheus registry, once; children of this process write it."""
+    if FOLDER in os.environ:
+        return
+    from prometheus_client import REGISTRY
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    folder = tempfile.TemporaryDirectory(prefix="eps-metrics-")
+    os.environ[FOLDER] = folder.name
+
+    class Workers:
+        held = folder  # until this process ends
+
+        def collect(self) -> Iterator[Any]:
+            found = {file.stem: json.loads(file.read_text()) for file in sorted(Path(folder.name).glob("*.json"))}
+            for name, meaning in COUNTERS.items():
+                family = CounterMetricFamily(f"eps_{name}", meaning, labels=["worker"])
+                for worker, stats in found.items():
+                    family.add_metric([worker], stats.get(name, 0))
+                yield family
+            family = CounterMetricFamily("eps_fallbacks", "layer rows attended densely", labels=["reason", "worker"])
+            for worker, stats in found.items():
+                for reason, number in stats["fallbacks"].items():
+                    family.add_metric([reason, worker], number)
+            yield family
+            gauge = GaugeMetricFamily("eps_on", "whether EPS gates", labels=["worker"])
+            for worker, stats in found.items():
+                gauge.add_metric([worker], int(stats["on"]))
+            yield gauge
+
+    REGISTRY.register(Workers())

@@ -1,0 +1,164 @@
+"""Route rows: groups of any size, read by our own kernels from rows of K and V in vLLM's blocks."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eps_core.errors import require
+from eps_cuda import pages
+from eps_cuda.integrations.vllm.backends import real_rows
+from eps_cuda.integrations.vllm.forward import on_host
+
+
+class PlainRows:
+    """On a CPU. vLLM's own layout there is packed for the processor's matrix unit and cannot be gathered from: a sparse
+    layer's blocks hold plain rows instead, and EPS attends for all of its requests, the prefilling ones too."""
+
+    readable = True
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    def pools(self, tensor: Tensor, head_dim: int, unit_tokens: int) -> tuple[Tensor, Tensor]:
+        """K and V [P, Hkv, U, D] in a block tensor [blocks, Hkv, block tokens, 2 D]: a block is whole units, a unit all
+        of its K and then all of its V."""
+        blocks, kv_heads, block_tokens, _ = tensor.shape
+        per_block, half = block_tokens // unit_tokens, kv_heads * unit_tokens * head_dim
+        require(
+            tensor[0].is_contiguous() and (per_block == 1 or tensor.stride(0) == 2 * half * per_block),
+            f"vLLM's blocks lie apart (strides {tensor.stride()}): start it with --block-size {unit_tokens}",
+        )
+        shape, strides = (blocks * per_block, kv_heads, unit_tokens, head_dim), (unit_tokens * head_dim, head_dim, 1)
+        k, v = (
+            torch.as_strided(
+                tensor, shape, (tensor.stride(0) // per_block, *strides), tensor.storage_offset() + part * half
+            )
+            for part in range(2)
+        )
+        return k, v
+
+    def forget(self) -> None:
+        """Nothing waits here for its summary."""
+
+    def write(self, runtime: Any, place: int, key: Tensor, value: Tensor, slot_mapping: Tensor, stock: Any) -> None:
+        key, value, slots = real_rows(key, value, on_host(slot_mapping).astype(np.int64))
+
+        def plain() -> None:
+            cache = runtime.cache
+            units, offsets = (torch.from_numpy(part) for part in np.divmod(slots, cache.cache_config.unit_tokens))
+            for pool, rows in ((cache.k[place], key), (cache.v[place], value)):
+                pages.write(pool, units, offsets, rows.to(pool.dtype))
+
+        runtime.write(place, key, value, slots, plain)
+
+    def forward(
+        self, runtime: Any, place: int, impl: Any, layer: Any, query: Tensor, metadata: Any, output: Tensor, stock: Any
+    ) -> None:
+        forward, cache = runtime.forward_of(metadata), runtime.cache
+        query = scaled(query, impl)
+        if forward.plan is not None:
+            q = forward.rows_of(query)
+
+            def dense() -> Tensor:
+                out: Tensor = self.backend.attend(cache, place, q, forward.dense, None)[0]
+                return out
+
+            forward.put(output, runtime.attend(place, q, forward.plan, dense))
+        for row in forward.others.tolist():
+            tokens = slice(int(forward.starts[row]), int(forward.starts[row + 1]))
+            k, v = self.backend.read_kv(cache, place, forward.table[row], int(forward.lengths[row]))
+            output[tokens] = self.backend.attend_chunk(cache, query[tokens], k, v).to(output.dtype)
+
+
+class StridedRows:
+    """On a GPU, where vLLM's layout is rows already: its own kernel attends for the requests that do not decode, and
+    wherever everything would be read."""
+
+    readable = True
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self._written: tuple[Any, np.ndarray] | None = None  # a forward's context and its slots
+
+    def pools(self, tensor: Tensor, head_dim: int, unit_tokens: int) -> tuple[Tensor, Tensor]:
+        """K and V [P, Hkv, U, D] in a block tensor [blocks, Hkv, block tokens, 2 D], whose memory may have tokens
+        before heads."""
+        blocks, kv_heads, block_tokens, _ = tensor.shape
+        per_block = block_tokens // unit_tokens
+        block, head, token, _ = tensor.stride()
+        require(
+            per_block == 1 or block == block_tokens * token,
+            f"vLLM's blocks of {block_tokens} tokens cannot be cut into EPS's units of {unit_tokens} as they lie: "
+            f"start it with --block-size {unit_tokens}",
+        )
+        shape, strides = (blocks * per_block, kv_heads, unit_tokens, head_dim), (block // per_block, head, token, 1)
+        k, v = (
+            torch.as_strided(tensor, shape, strides, tensor.storage_offset() + part * head_dim) for part in range(2)
+        )
+        return k, v
+
+    def forget(self) -> None:
+        """Nothing waits here for its summary."""
+
+    def write(self, runtime: Any, place: int, key: Tensor, value: Tensor, slot_mapping: Tensor, stock: Any) -> None:
+        key, value, slots = real_rows(key, value, self._slots(slot_mapping))
+        runtime.write(place, key, value, slots, stock)
+
+    def _slots(self, slot_mapping: Tensor) -> np.ndarray:
+        """On the host: one wait a forward, not one a layer."""
+        from vllm.forward_context import get_forward_context
+
+        context = get_forward_context()
+        if self._written is None or self._written[0] is not context or len(self._written[1]) != len(slot_mapping):
+            self._written = context, on_host(slot_mapping).astype(np.int64)
+        return self._written[1]
+
+    def forward(
+        self, runtime: Any, place: int, impl: Any, layer: Any, query: Tensor, metadata: Any, output: Tensor, stock: Any
+    ) -> None:
+        forward = runtime.forward_of(metadata)
+        if forward.plan is None:
+            stock(attn_metadata=metadata)
+            return
+        attended = False
+
+        def dense() -> Tensor:
+            nonlocal attended
+            attended = True
+            stock(attn_metadata=metadata)
+            return forward.rows_of(output).clone()
+
+        out = runtime.attend(place, forward.rows_of(scaled(query, impl)), forward.plan, dense)
+        if not attended and len(forward.others):
+            stock(attn_metadata=self._rest(forward, metadata))
+        forward.put(output, out)
+
+    def _rest(self, forward: Any, metadata: Any) -> Any:
+        """The metadata with nothing but its new token left of each decode row, which the stock kernel then passes over
+        at no cost."""
+        if "rest" not in forward.kept:
+            lengths = metadata.seq_lens.clone()
+            lengths[torch.from_numpy(forward.decode).to(lengths.device)] = 1
+            forward.kept["rest"] = changed(metadata, seq_lens=lengths)
+        return forward.kept["rest"]
+
+
+def changed(metadata: Any, **fields: Any) -> Any:
+    """A copy of attention metadata with other fields; what was scheduled for the old ones is left out."""
+    from copy import copy
+
+    other = copy(metadata)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    if getattr(other, "scheduler_metadata", None) is not None and "scheduler_metadata" not in fields:
+        other.scheduler_metadata = None
+    return other
+
+
+def scaled(query: Tensor, impl: Any) -> Tensor:
+    """Queries as EPS takes them, which scales by 1 / sqrt(D) itself."""
+    factor = impl.scale * math.sqrt(impl.head_size)
+    return query if math.isclose(factor, 1.0, rel_tol=1e-6) else query.float() * factor

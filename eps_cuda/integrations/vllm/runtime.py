@@ -1,0 +1,281 @@
+"""EPS in one vLLM worker: its settings, the layers it gates, the cache over the blocks that vLLM handed to them."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from eps_core.config.cache import CacheSpec
+from eps_core.errors import ConfigError, fault_line, require
+from eps_core.integrations.kernels import checked_kernels
+from eps_core.integrations.layers import SparseAttention
+from eps_core.integrations.plan import Plan
+from eps_core.integrations.settings import Settings
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_core.load import load_backend
+from eps_cuda import adopt
+from eps_cuda.cache import new_cache
+from eps_cuda.integrations.vllm import metrics
+from eps_cuda.integrations.vllm.asked import Asked, dense_reason, fitted, refusals, sliding_tokens
+from eps_cuda.integrations.vllm.forward import Forward
+
+logger = logging.getLogger("eps")
+
+
+class Runtime:
+    """Made by the first layer of a model, started by its attention metadata's builder, given a cache by the first
+    write. `gated` and `plan` are there once it is started."""
+
+    def __init__(self, vllm_config: Any, want: Asked) -> None:
+        refusals(vllm_config, want)
+        self.vllm_config, self.want = vllm_config, want
+        self.backend = load_backend("cuda")
+        self.settings: Settings | None = None
+        self.sparse: SparseAttention | None = None
+        self.places: dict[str, int] = {}  # vLLM's layer name -> layer of the cache
+        self.cache: Any = None
+        self.route: Any = None
+        self.block_tokens = 0
+        self.counts: Counter[str] = Counter()
+        self.lazy = False  # whether blocks may hold what EPS never saw
+        self._pointers: list[int] = []
+        self._warned: set[str] = set()
+        self._shown = metrics.Shown(vllm_config)
+
+    @classmethod
+    def of(cls, vllm_config: Any, want: Asked) -> "Runtime":
+        """The model's runtime: its earlier layers', or a new one."""
+        for layer in vllm_config.compilation_config.static_forward_context.values():
+            found = runtime_of(layer)
+            if found is not None:
+                return found
+        return cls(vllm_config, want)
+
+    # ------------------------------------------------------------------------------------------------------- starting
+
+    def start(self, names: list[str], block_tokens: int) -> None:
+        """Settle once which layers are sparse, now that those of one KV cache group and its blocks are known. Raises
+        ConfigError where none would be."""
+        if self.sparse is not None:
+            return
+        layers = {
+            name: layer
+            for name, layer in self.vllm_config.compilation_config.static_forward_context.items()
+            if hasattr(layer, "impl")
+        }
+        reasons = {
+            name: dense_reason(layer.impl) if runtime_of(layer) is self else f"attends by {type(layer.impl).__name__}"
+            for name, layer in layers.items()
+        }
+        able = [name for name, reason in reasons.items() if reason is None]
+        shapes = {
+            name: (impl.num_kv_heads, impl.num_heads, impl.head_size, layers[name].kv_cache_torch_dtype)
+            for name in able
+            if (impl := layers[name].impl)
+        }
+        ours = next((name for name in able if name in names), None)
+        if able and ours is None:
+            return  # a group of sliding windows, say: another one follows
+        for name in able:
+            if name not in names:
+                reasons[name] = "another KV cache group"
+            elif shapes[name] != shapes[ours]:
+                reasons[name] = "heads of another shape"
+        windows = {place: sliding_tokens(layer.impl) for place, layer in enumerate(layers.values())}
+        plan = Plan.of(list(reasons.values()), {place: most for place, most in windows.items() if most is not None})
+        settings = fitted(self.want, block_tokens)
+        heads = settings.config.selection_config.head_modes
+        require(
+            not heads or (len(heads) == len(plan.sparse) == len(reasons)),
+            "a head policy needs every layer of the model sparse: leave it out",
+        )
+        self.places = {name: place for place, name in enumerate(n for n, reason in reasons.items() if reason is None)}
+        self.settings, self.block_tokens = settings, block_tokens
+        self.route = next(iter(layers[name].impl for name in self.places)).eps_route(self)
+        self.sparse = SparseAttention(
+            self.route.backend, settings.config, plan, metrics=_own_file(settings.metrics, self.vllm_config),
+            audit_every=settings.audit_every, model=str(self.vllm_config.model_config.model),
+        )  # fmt: skip
+        self._say(f"{plan.line(settings.config)}; route {self.want.route}, vLLM blocks of {block_tokens} tokens")
+
+    def place(self, layer: Any) -> int | None:
+        """Return the place of a layer in the cache; None: it is dense, or nothing is started (a profile run)."""
+        return self.places.get(layer.layer_name)
+
+    def serve(self, layer: Any, kv_cache: Tensor) -> bool:
+        """Return whether a sparse layer has its cache, which is made with the first block tensors that vLLM gives, and
+        made again where it gives others (after it slept)."""
+        if kv_cache.numel() == 0:
+            return False
+        place = self.places[layer.layer_name]
+        if not self._pointers or self._pointers[place] != kv_cache.data_ptr():
+            context = self.vllm_config.compilation_config.static_forward_context
+            tensors = [context[name].kv_cache for name in self.places]
+            self._make(tensors, layer.impl)
+        return True
+
+    def _make(self, tensors: list[Tensor], impl: Any) -> None:
+        assert self.settings is not None
+        settings, first = self.settings, tensors[0]
+        blocks, kv_heads, block_tokens, _ = first.shape
+        require(
+            block_tokens == self.block_tokens,
+            f"vLLM's kernels have blocks of {block_tokens} tokens and its block tables of {self.block_tokens}: start "
+            f"it with --block-size {block_tokens}",
+        )
+        unit = settings.config.cache_config.unit_tokens
+        spec = CacheSpec(
+            len(tensors), kv_heads, impl.head_size, blocks * (block_tokens // unit), str(first.dtype).split(".")[1],
+            max_open_groups=self.vllm_config.scheduler_config.max_num_seqs,
+        )  # fmt: skip
+        pools = [self.route.pools(tensor, impl.head_size, unit) for tensor in tensors]
+        cache_config, device = settings.config.cache_config, first.device.type
+        kernels = checked_kernels(self.backend, settings.kernels, device, spec, impl.num_heads, cache_config)
+        self.cache = new_cache(spec, cache_config, device, kernels, pools)
+        self._pointers = [tensor.data_ptr() for tensor in tensors]
+
+    # ------------------------------------------------------------------------------------------------------ each step
+
+    def forward_of(self, metadata: Any) -> Forward:
+        """Return the host's knowledge of a forward; kept with vLLM's metadata, which all layers share."""
+        assert self.sparse is not None
+        found: Forward | None = getattr(metadata, "eps_forward", None)
+        if found is None:
+            found = Forward.of(
+                metadata, getattr(metadata, "eps_prefilling", None), self.sparse.config, self.block_tokens
+            )
+            metadata.eps_forward = found
+            self.counts["forwards"] += 1
+            self.counts["verified_rows"] += found.num_verified
+            self.counts["prefill_rows"] += len(found.others) - found.num_verified
+            self._shown.update(self)
+        return found
+
+    def write(self, place: int, key: Tensor, value: Tensor, slots: np.ndarray, plain: Callable[[], None]) -> None:
+        """K and V [N, Hkv, D] of a layer to slots [N] with all summaries; `plain` alone where EPS is off, or fails."""
+        assert self.sparse is not None
+        if not self.sparse.on:
+            plain()
+            return
+        try:
+            self.mark_written(place, slots)
+            self.cache = self.backend.write_kv(self.cache, place, key, value, slots)
+        except Exception as error:
+            self._fail(error, "failed_writes")
+            plain()
+
+    def summarise(self, work: Callable[[], None]) -> None:
+        """Runs what makes summaries of a write that vLLM has done itself; where EPS is off, nothing."""
+        assert self.sparse is not None
+        if not self.sparse.on:
+            return
+        try:
+            work()
+        except Exception as error:
+            self._fail(error, "failed_writes")
+
+    def mark_written(self, place: int, slots: np.ndarray) -> None:
+        """See `adopt.trust`: needed where blocks may hold what EPS never saw."""
+        if self.lazy:
+            adopt.mark_written(self.cache, place, slots)
+
+    def attend(self, place: int, q: Tensor, plan: StepPlan, dense: Callable[[], Tensor]) -> Tensor:
+        """out [B, Hq, D] of decode rows: see `SparseAttention.attend`."""
+        assert self.sparse is not None
+        if self.lazy and self.sparse.on:
+            try:
+                self._adopt(place, plan)
+            except Exception as error:
+                self._fail(error, "failed_adoptions")
+                self.sparse.fall_back(self.cache, place, plan, "error")
+                return dense()
+        return self.sparse.attend(self.cache, place, q, plan, dense)
+
+    def _adopt(self, place: int, plan: StepPlan) -> None:
+        if not self.route.readable:
+            return  # what has no summary is always selected
+        missing = plan.missing(self.cache.state[place]).sum(axis=1)
+        if (missing > plan.num_open).any():
+            self.counts["tokens_adopted"] += adopt.adopt(self.cache, place, plan.table, plan.lengths)
+
+    def _fail(self, error: Exception, counter: str) -> None:
+        """Count and log an error, and adopt everything again: what EPS did not write it does not know."""
+        self.counts[counter] += 1
+        line = fault_line(error)
+        if line not in self._warned:
+            self._warned.add(line)
+            logger.error("EPS failed and goes on without summaries (told once): %s", line, exc_info=error)
+        self._forget()
+
+    def _forget(self) -> None:
+        if self.cache is not None:
+            adopt.forget(self.cache)
+            self.route.forget()
+        self.lazy = True
+
+    # ------------------------------------------------------------------------------------------------- what users call
+
+    def set(self, on: bool | None = None, **flat: Any) -> dict[str, Any]:
+        """Live knobs: `on`, and settings of how groups are read. Returns those in force. Raises ConfigError for what is
+        kept, or misspelt."""
+        assert self.sparse is not None and self.settings is not None
+        if flat:
+            wanted = Settings.of(self.settings.flat() | flat)
+            require(
+                (wanted.metrics, wanted.audit_every, wanted.kernels)
+                == (self.settings.metrics, self.settings.audit_every, self.settings.kernels),
+                "metrics, audit_every and kernels are fixed when the server starts",
+            )
+            self.sparse.config = wanted.config
+            self.settings = wanted
+        if on is not None and on != self.sparse.on:
+            if not isinstance(on, bool):
+                raise ConfigError(f"on {on!r} is not true or false")
+            self.sparse.on = on
+            if not on:
+                self._forget()
+        return {"on": self.sparse.on, "route": self.want.route, **self.settings.flat()}
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start or `reset`, plain numbers: `SparseAttention.stats` and this worker's own."""
+        if self.sparse is None:
+            return {"on": False}
+        memory = 0
+        if self.cache is not None:
+            for one in (self.cache, self.cache.bound, self.cache.correction):
+                if one is not None:
+                    memory += sum(pool.nbytes for fields in one.summaries for pool in fields.values())
+        names = ("forwards", "prefill_rows", "verified_rows", "tokens_adopted", "failed_writes", "failed_adoptions")
+        own = {name: int(self.counts[name]) for name in names}
+        return {
+            **self.sparse.stats(), **own, "route": self.want.route, "summary_memory_bytes": memory,
+            "sparse_layers": list(self.sparse.plan.sparse),
+            "layers_dense": {str(layer): reason for layer, reason in self.sparse.plan.dense.items()},
+        }  # fmt: skip
+
+    def reset(self) -> None:
+        if self.sparse is not None:
+            self.sparse.reset()
+        self.counts.clear()
+
+    def _say(self, line: str) -> None:
+        from vllm.logger import init_logger
+
+        init_logger("vllm.eps").info("%s", line)
+
+
+def runtime_of(layer: Any) -> Runtime | None:
+    """Return the runtime of an attention layer that EPS has hooked."""
+    return getattr(getattr(layer, "impl", None), "eps_runtime", None)
+
+
+def _own_file(metrics_file: Path | None, vllm_config: Any) -> Path | None:
+    """Each worker writes a file of its own: the first one that which was named, the others beside it."""
+    number = metrics.worker_number(vllm_config)
+    if metrics_file is None or number == 0:
+        return metrics_file
+    return metrics_file.with_name(f"{metrics_file.stem}.{number}{metrics_file.suffix}")

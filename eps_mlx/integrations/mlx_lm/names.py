@@ -1,0 +1,117 @@
+"""The names in mlx-lm that a hook rebinds, and back: counted, so that several models can have EPS on at once."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step as stock_step
+from mlx_lm.models import base
+from mlx_lm.models import cache as caches
+
+from eps_core.errors import ConfigError
+
+ATTENTION = "scaled_dot_product_attention"
+STEP = "generate_step"
+HANDLE = "_eps_hook"  # on a model that has EPS on
+stock_attention = base.scaled_dot_product_attention
+
+
+class Attends:
+    """A cache that attends itself: what the rebound name looks for."""
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array:
+        raise NotImplementedError
+
+
+def attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's `scaled_dot_product_attention`, which goes to the cache where that is one of ours."""
+    if isinstance(cache, Attends):
+        return cache.attend(queries, keys, values, scale, mask, sinks)
+    return stock_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _swap(old: Callable[..., Any], new: Callable[..., Any], name: str = ATTENTION) -> list[str]:
+    """Rebinds a name, the attention's, in every loaded module that has it; the modules' names."""
+    found = []
+    for place, module in list(sys.modules.items()):
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
+            found.append(place)
+    return found
+
+
+@contextmanager
+def swapped(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
+    """Inside, every model that attends by `old` attends by `new`."""
+    _swap(old, new)
+    try:
+        yield
+    finally:
+        _swap(new, old)
+
+
+_verifying: list[Callable[..., Any]] = []  # one a model
+
+
+def rebind_step(step: Callable[..., Any]) -> None:
+    """Sends mlx-lm's loop of one prompt through `step`, which knows its models. Each call asks for one
+    `restore_step`."""
+    if not _verifying:
+        _swap(stock_step, step, STEP)
+    _verifying.append(step)
+
+
+def restore_step() -> None:
+    step = _verifying.pop()
+    if not _verifying:
+        _swap(step, stock_step, STEP)
+
+
+_MISSING = object()
+_users = 0
+_before: dict[str, Any] = {}
+
+
+def rebind(classes: tuple[type, ...]) -> None:
+    """Sends every model's attention through `attention` and lets mlx-lm find cache `classes` by their names when it
+    loads a prompt cache. Each call asks for one `restore`. Raises ConfigError where no model can be reached."""
+    global _users
+    found = _swap(stock_attention, attention)
+    if not _users:
+        if not [name for name in found if name != base.__name__]:
+            _swap(attention, stock_attention)
+            raise ConfigError(
+                f"no loaded model binds mlx-lm's {ATTENTION}: load the model with mlx_lm before EPS is put on it"
+            )
+        for one in classes:
+            _before[one.__name__] = getattr(caches, one.__name__, _MISSING)
+            setattr(caches, one.__name__, one)
+    _users += 1
+
+
+def restore() -> None:
+    """Takes one `rebind` back; with the last one every name is what it was."""
+    global _users
+    assert _users, "restore without rebind"
+    _users -= 1
+    if _users:
+        return
+    _swap(attention, stock_attention)
+    for name, value in _before.items():
+        if value is _MISSING:
+            delattr(caches, name)
+        else:
+            setattr(caches, name, value)
+    _before.clear()

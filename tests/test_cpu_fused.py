@@ -1,0 +1,416 @@
+"""A whole sparse layer by one kernel: what its parts give one by one, in every configuration that it takes, whatever
+runs it; and what it does where a thread fails."""
+
+import importlib
+import inspect
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from numba import njit
+from test_conformance import Case, eps
+from test_cpu_kernels import Setup, kernels_of, torch_parallel, writable
+from test_cpu_kernels import several_threads as several_threads
+
+from eps_core import reference
+from eps_core.attention import layer as gate
+from eps_core.config.eps import EpsConfig
+from eps_core.cpu import calls, fused, openmp, usable
+from eps_core.cpu import threads as threads_cpu
+from eps_core.cpu.threads import FAILED, finish, take, wait
+from eps_core.decode.session import Session
+from eps_core.evaluation.runner import Document, decode
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_core.load import load_backend
+from eps_core.reference.scoring import selection_mask
+
+CASES = [
+    Case((700, 300), eps("rq", group_size=2), num_heads=8, head_dim=128),
+    Case((700, 300), eps("rq", group_size=2), num_heads=8, head_dim=128, dtype="bfloat16"),
+    Case(
+        (500, 64, 70),
+        eps("rq", group_size=2, mean_tokens=64, cascade=(0.5, 0.3)),
+        num_heads=10,
+        num_kv_heads=2,
+        head_dim=64,
+    ),
+    Case((600, 290), eps("rq", group_size=2), dtype="float16", head_dim=80, chunk=200),
+    Case((300,), eps("rq", group_size=4, correction_tokens=0), num_heads=6, num_kv_heads=2),
+    Case((290, 200), eps("meanstd", group_size=48, correction_tokens=96), num_heads=6, num_kv_heads=3, head_dim=80),
+    Case((150, 64, 1), eps("meanstd", correction_tokens=0, num_sink_tokens=0, num_recent_tokens=0, budget=0.1)),
+    Case(
+        (310, 100),
+        eps("rq", group_size=2, rescore=0.2),
+        bits=(8, 4),
+        dtype="bfloat16",
+        head_dim=64,
+        chunk=150,
+    ),
+    Case((400, 129), eps("rq", group_size=2, correction_tokens=192, block_size=64), kind="ties"),
+    Case((100, 37), eps("rq", group_size=2)),  # one full unit, and none
+    Case((290, 41), eps("rq", group_size=2, min_context=100, top_pages=29)),
+    Case((300, 80), eps("rq", group_size=2, head_modes=(("gate", "gate"),))),
+    Case((700, 300), EpsConfig.of(method="rq", budget=0.1), num_heads=14, num_kv_heads=2, head_dim=64),
+]
+REFUSED = [
+    Case((150,), eps("box")),  # bounds
+    Case((150,), eps("rq", group_size=2, policy="threshold", top_pages=9)),
+    Case((150,), eps("rq", group_size=2, scope="union")),
+    Case((150,), eps("rq", group_size=2, head_modes=(("gate", "window"),))),
+    Case((300,), eps("rq", mean_tokens=32, group_size=4, cascade=(0.25,))),  # groups that fill no register
+    Case((150,), eps("jl")),  # no kernel scores it
+]
+
+
+@pytest.fixture(params=("cuda", "mlx"))
+def backend(request: pytest.FixtureRequest):
+    return load_backend(request.param)
+
+
+def by_parts(backend, s: Setup, plan: StepPlan) -> dict[str, np.ndarray]:
+    """What the layer gives, by the backend's own parts."""
+    at = s.cache, 0, s.native, plan
+    scores = backend.score(*at)
+    selection = backend.select(scores, plan)
+    out, read_lse = backend.attend(*at, selection)
+    lse = read_lse
+    if s.cache.cache_config.correction_tokens:
+        out, lse = backend.add_correction(s.cache, 0, plan, scores, selection, (out, lse))
+    return found(backend, out, lse, read_lse, selection, backend.skipped_mass(scores, selection))
+
+
+def found(backend, out, lse, read_lse, selection, skipped) -> dict[str, np.ndarray]:
+    arrays = {"out": out, "lse": lse, "read lse": read_lse, "skipped": skipped}
+    arrays |= {"groups": selection.groups, "counts": selection.counts, "visit": selection.selected_mask}
+    host = {name: backend.to_numpy(array) for name, array in arrays.items()}
+    return host | {"uniform": selection.uniform, "always_selected": selection.always_selected}
+
+
+def at_once(backend, s: Setup, plan: StepPlan) -> dict[str, np.ndarray]:
+    one = kernels_of(backend).attend_fused(s.cache, 0, s.native, plan)
+    return found(backend, one.out, one.lse, one.read_lse, one.selection, one.skipped)
+
+
+def check_same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_layer_is_its_parts_to_the_last_bit(backend, case):
+    s = Setup(backend, case)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    before = s.cache.kv_bytes_read
+    wanted = by_parts(backend, s, plan)
+    between = s.cache.kv_bytes_read
+    check_same(at_once(backend, s, plan), wanted)
+    assert s.cache.kv_bytes_read - between == between - before > 0
+
+
+@pytest.mark.parametrize("dtype, rounding", [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_short_queries_round_out_once(backend, case, dtype, rounding):
+    """The parts round before the skipped-mass correction is added, too: the same but for that."""
+    s = Setup(backend, case)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    s.native = backend.from_numpy(s.q, dtype, "cpu")
+    got, wanted = at_once(backend, s, plan), by_parts(backend, s, plan)
+    out, theirs = (one.pop("out").astype(np.float32) for one in (got, wanted))
+    assert np.abs(out - theirs).max() <= 2 * rounding * np.abs(theirs).max()
+    check_same(got, wanted)
+
+
+@pytest.mark.parametrize("heads, head_dim", [(5, 128), (8, 64), (8, 256)])
+def test_a_query_of_another_shape_is_refused(backend, heads, head_dim):
+    s = Setup(backend, CASES[0])
+    plan = StepPlan.of(CASES[0].config, s.table, s.lengths)
+    q = backend.from_numpy(np.ones((2, heads, head_dim), np.float32), "float32", "cpu")
+    with pytest.raises(ValueError, match=f"q has {heads} heads of {head_dim}"):
+        gate.sparse_attention(backend, s.cache, 0, q, plan)
+
+
+def test_views_end_with_what_they_show():
+    """Torch: pools that grew are seen again, and nothing keeps the old ones."""
+    backend, case = load_backend("cuda"), CASES[0]
+    s = Setup(backend, case)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    wanted = at_once(backend, s, plan)
+    assert s.cache.views
+    held = len(s.cache.views)
+    check_same(at_once(backend, s, plan), wanted)
+    assert len(s.cache.views) == held
+    old = s.cache.k[0].data_ptr()
+    s.cache = backend.grow(s.cache, 2 * s.cache.spec.num_units)
+    assert not s.cache.views and s.cache.k[0].data_ptr() != old
+    with writable(backend):
+        s.cache.k[0].mul_(0)  # in the new pool
+    assert not np.array_equal(at_once(backend, s, plan)["out"], wanted["out"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_layer_follows_the_oracle(backend, case):
+    """Its estimates are judged among the kernels of scoring; here lists are taken as they are."""
+    s = Setup(backend, case)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    got = at_once(backend, s, plan)
+    scores = reference.score(s.reference, 0, s.q, plan)
+    selection = replace(reference.select(scores, plan), groups=got["groups"], counts=got["counts"], selected_mask=None)
+    assert np.array_equal(selection_mask(selection, plan.num_groups), got["visit"])
+    out, lse = reference.attend(s.reference, 0, s.q, plan, selection)
+    tolerance = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}[case.dtype]
+    np.testing.assert_allclose(got["read lse"], lse, atol=max(tolerance, 1e-3))
+    if case.config.cache_config.correction_tokens:
+        correction = reference.attend_correction(s.reference, 0, plan, scores, selection, lse)
+        out, lse = reference.merge((out, lse), correction)
+    np.testing.assert_allclose(got["lse"], lse, atol=max(tolerance, 2e-2))
+    np.testing.assert_allclose(got["out"], out, atol=max(tolerance, 2e-2))
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_what_it_does_not_take_is_left_to_the_parts(backend, case):
+    s = Setup(backend, case)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    assert kernels_of(backend).table().attend_fused(s.cache, 0, s.native, plan) is None
+
+
+def test_codes_that_kernels_do_not_read_are_left_to_the_parts(backend):
+    choose = importlib.import_module(f"{backend.__name__}.kernels.choose")
+    case = Case((150,), eps("rq", group_size=2), bits=(8, 8), dtype="bfloat16")
+    cache = Setup(backend, case).cache
+    kernel, plan = choose.kernel_of(cache, "attend_fused"), StepPlan.of(case.config, np.zeros((1, 5), np.int32), [150])
+    assert kernel.unsupported(cache, 0, None, plan) is None
+    odd = replace(cache, spec=replace(cache.spec, k_bits="fp8"))
+    assert kernel.unsupported(odd, 0, None, plan) == "K in fp8 and V in 8"
+
+
+def test_gated_layers_take_it(backend):
+    """`sparse_attention` asks no part for what one kernel does, timed or not."""
+    case = CASES[0]
+    s = Setup(backend, case)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    wanted = by_parts(backend, s, plan)
+    asked: list[str] = []
+
+    def counted(name: str):
+        real = getattr(backend, name)
+        return lambda *args, **kwargs: (asked.append(name), real(*args, **kwargs))[1]
+
+    own = SimpleNamespace(**vars(backend))
+    parts = ("score", "select", "attend", "add_correction", "skipped_mass")
+    for name in parts:
+        setattr(own, name, counted(name))
+
+    def taken(**how) -> list[str]:
+        asked.clear()
+        out, read = gate.sparse_attention(own, s.cache, 0, s.native, plan, **how)
+        (stats,), (out, lse) = gate.collect(own, s.cache, [read], out, read.lse)
+        np.testing.assert_array_equal(out, wanted["out"])
+        np.testing.assert_array_equal(lse, wanted["lse"])
+        np.testing.assert_array_equal(stats.counts, wanted["counts"])
+        np.testing.assert_array_equal(stats.skipped_mass, wanted["skipped"])
+        np.testing.assert_array_equal(stats.always_selected, wanted["always_selected"])
+        assert stats.summary_bytes_read == plan.summary_bytes(s.cache.spec) > 0
+        timed = stats.prepass_ms, stats.attention_ms
+        assert timed == (None, None) if "clock" not in how else min(timed) > 0 and sum(timed) == pytest.approx(1000)
+        return sorted(asked)
+
+    assert taken() == [] and taken(audit=True) == ["attend"]  # the audit's dense read
+    seconds = iter([5.0, 6.0])
+    assert taken(clock=lambda cache, *arrays: next(seconds)) == []
+
+
+def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
+    """Of 1,000 ns scoring and selecting took 200, so of the second that the layer took 0.2."""
+    case, module = CASES[0], kernels_of(backend)
+    s, real = Setup(backend, case), module.run
+
+    def run(kernel, phases, stamps, *args, **about):
+        real(kernel, phases, stamps, *args, **about)
+        assert 0 < stamps[0] < stamps[1] < stamps[2]
+        stamps[:] = 100, 300, 1100
+
+    monkeypatch.setattr(module, "run", run)
+    seconds = iter([5.0, 6.0])
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    _, read = gate.sparse_attention(backend, s.cache, 0, s.native, plan, clock=lambda cache, *arrays: next(seconds))
+    assert read.stats.prepass_ms == pytest.approx(200) and read.stats.attention_ms == pytest.approx(800)
+
+
+def test_a_run_takes_it_in_every_layer_of_every_step(monkeypatch):
+    """Whose steps are timed layer by layer on a CPU, all of them."""
+    session, config = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16"), EpsConfig.of(method="rq")
+    cache, pool = session.cache(config.cache_config, 1300)
+    kernel, taken = session.backend.kernel_of(cache, "attend_fused"), []
+    real = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *at: taken.append(real(*at)) or taken[-1])
+    document = Document([1 + i % 90 for i in range(1200)], 5)
+    outcome, _ = decode(session, cache, pool, [document], config.selection_config, time_every=session.time_every)
+    steps = len(outcome.records)
+    assert session.time_every == 1 and steps >= 4
+    assert len(taken) == steps * session.spec.num_layers and all(one is not None for one in taken)
+    for record in outcome.records:
+        assert record.timed and record.eps_prepass_ms > 0 and record.attention_ms > 0
+        assert record.eps_prepass_ms + record.attention_ms < record.decode_ms
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_bits_do_not_depend_on_what_runs_it(number, whole_rows, monkeypatch):
+    """Torch's team of any size, threads of our own, the caller alone."""
+    backend, case = load_backend("cuda"), CASES[2]
+    torch, module = importlib.import_module("torch"), kernels_of(backend)
+    s = Setup(backend, case)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    wanted = at_once(backend, s, plan)
+    monkeypatch.setattr(calls, "ROWS_PER_THREAD", 0 if whole_rows else 100)
+    monkeypatch.setattr(threads_cpu, "num_threads", lambda: number)
+    monkeypatch.setattr(threads_cpu, "_helpers", [])  # those of this number end with nobody who asks them
+    torch.set_num_threads(number)
+    for alone in (True, False):
+        for run in (openmp.team_of(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so",
+                                   torch.get_num_threads), threads_cpu.run):  # fmt: skip
+            assert run is not None
+
+            def running(kernel, phases, *args, run=run, alone=alone, **about):
+                run(kernel, phases, *args, alone=alone)
+
+            monkeypatch.setattr(module, "run", running)
+            check_same(at_once(backend, s, StepPlan.of(case.config, s.table, s.lengths)), wanted)
+    threads_cpu.settle()
+
+
+BROKEN = {
+    "no correction": ("        _merge_all(progress[4:], *merged)", "        pass"),
+    "no phase for merging": ("        _merge_all(progress[4:], *merged)", "        _merge_all(progress[3:], *merged)"),
+    "a skipped-mass correction alone": ("merge(out[b], lse[b],", "merge(other_out[b], other_lse[b],"),
+    "nothing chosen again": ("    select_topk(progress[:1], *chosen)\n", "    chosen[4][:] = 0\n"),
+    "one sequence merged": ("        if b >= len(out):", "        if b >= 1:"),
+    "phases of another part": ("attend(progress[1:3], *attended)", "attend(progress[:2], *attended)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_wrong_order_fails(name):
+    """The same kernel with one line changed, run alone and in Python, where a wait for what never comes ends."""
+    backend, case = load_backend("cuda"), CASES[0]
+    s = Setup(backend, case)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    wanted = by_parts(backend, s, plan)
+    source, (old, new) = inspect.getsource(fused), BROKEN[name]
+    assert source.count(old) == 1, f"{old!r} is not there once: the mutant tests nothing"
+    scope: dict[str, object] = {}
+    changed = (
+        source.replace(old, new)
+        .replace("@kernel(fastmath=FAST)\n", "")
+        .replace("    wait(progress, 0, len(out))", "    pass")
+    )
+    take_one = njit(lambda progress, phase: take(progress, phase))
+    exec(compile(changed, fused.__file__, "exec"), scope)
+    scope |= {"take": take_one, "finish": njit(lambda progress, phase: finish(progress, phase))}
+    scope |= {"note_time": lambda stamps, index: None}
+
+    def run(kernel, phases, *args, alone=False):
+        progress = threads_cpu.new_progress(phases)
+        scope[kernel.__name__](progress, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels_of(backend), "run", run)
+        if name == "phases of another part":
+            # what waits for a phase that others finished, or took, reads lists too early or nothing
+            got = at_once(backend, s, plan)
+            assert any(not np.array_equal(got[key], value) for key, value in wanted.items())
+            return
+        with pytest.raises(AssertionError):
+            check_same(at_once(backend, s, plan), wanted)
+
+
+def test_the_right_order_passes_that_check():
+    """The harness of the test above, with nothing changed."""
+    backend, case = load_backend("cuda"), CASES[0]
+    s = Setup(backend, case)
+    plan = StepPlan.of(case.config, s.table, s.lengths)
+    wanted = by_parts(backend, s, plan)
+
+    def run(kernel, phases, *args, alone=False):
+        kernel(threads_cpu.new_progress(phases), *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels_of(backend), "run", run)
+        check_same(at_once(backend, s, plan), wanted)
+
+
+@njit(nogil=True)
+def _fails(progress, which, members):
+    """Once all members are there, the one that came as number `which` fails, and the others wait in a second part for
+    what it took."""
+    number, part = take(progress, 0), progress[1:]
+    finish(progress, 0)
+    wait(progress, 0, members)
+    if number == which:
+        raise ValueError
+    wait(part, 0, 1)
+
+
+@njit
+def _fails_in_team(parallel, num_threads, *args):
+    openmp.on_team(parallel, num_threads, _fails, args)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("runner", ["team", "helpers"])
+def test_a_thread_that_failed_ends_the_waits_of_every_part(runner, which, monkeypatch):
+    monkeypatch.setattr(threads_cpu, "num_threads", lambda: 2)
+    monkeypatch.setattr(threads_cpu, "_helpers", [])
+    monkeypatch.setattr(threads_cpu, "_held", [])
+    found = []
+
+    def call():
+        if runner == "team":
+            progress = threads_cpu.new_progress(3)
+            _fails_in_team(torch_parallel(), 2, progress, which, 2)
+            assert (progress[:, FAILED] == 1).all()
+            with pytest.raises(RuntimeError, match="failed"):
+                threads_cpu.check(progress)
+        else:
+            with pytest.raises((RuntimeError, ValueError)):
+                threads_cpu.run(_fails, 3, which, 2)
+            while threads_cpu._held:
+                assert threads_cpu._held.pop().acquire(timeout=20), "a helper still waits"
+        found.append(True)
+
+    for _ in range(5):
+        thread = threading.Thread(target=call, daemon=True)  # which may wait for ever
+        thread.start()
+        thread.join(60)
+        assert found.pop()
+
+
+@pytest.mark.parametrize("failing", ["score_units", "select_topk", "attend"])
+def test_what_a_failed_thread_left_is_followed_by_nobody(failing):
+    """Lists that were never filled name any group: no later part may run."""
+    scope: dict[str, object] = {}
+    exec(compile(inspect.getsource(fused).replace("@kernel(fastmath=FAST)\n", ""), fused.__file__, "exec"), scope)
+    ran = []
+
+    def part(name: str):
+        def run(progress, *args):
+            ran.append(name)
+            if name == failing:
+                progress.base[:, FAILED] = 1
+
+        return run
+
+    order = ["score_units", "select_topk", "attend", "attend_correction"]
+    scope |= {name: part(name) for name in order}
+    scope |= {"note_time": lambda stamps, index: None, "_merge_all": part("merge")}
+    scope["fused_units"](threads_cpu.new_progress(9), None, 4, (), (), (), True, (), (), ())
+    assert ran == order[: order.index(failing) + 1]
+
+
+def test_every_scorer_has_a_whole_layer():
+    scorers = {calls.score.score_codes, calls.units.score_units}
+    assert set(fused.AFTER) == scorers and set(fused.AFTER.values()) <= set(openmp._LAUNCHERS)
+    assert usable.why_not() is None

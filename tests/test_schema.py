@@ -1,0 +1,62 @@
+"""Old names of settings, flags and JSONL keys are still taken, and nothing shows them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command import outcome
+
+from eps_core.cli.main import cli
+from eps_core.config.eps import FLAT, EpsConfig
+from eps_core.integrations.settings import from_environment
+from eps_core.io.schema import KEYS, SCHEMA, SETTINGS, current
+from eps_core.metrics.steps import STEP_KEYS
+from eps_core.report.load import load_results
+
+OLD_FLAGS = {
+    "--eps-first-tokens": ("8", "num_sink_tokens"),
+    "--eps-last-tokens": ("32", "num_recent_tokens"),
+    "--eps-group-tokens": ("2", "group_size"),
+    "--eps-unit-tokens": ("32", "mean_tokens"),
+    "--eps-stages": ("0.25", "cascade"),
+    "--eps-refine": ("0.25", "rescore"),
+    "--eps-tail": ("mean", "correction_tokens"),
+    "--eps-tail-tokens": ("64", "correction_tokens"),
+}
+
+
+def test_every_new_name_is_in_use() -> None:
+    assert set(SETTINGS.values()) <= set(FLAT) and not set(SETTINGS) & set(FLAT)
+    assert not set(KEYS) & set(STEP_KEYS)
+
+
+def test_settings_of_schema_1_make_the_same_config() -> None:
+    old = {"method": "rq", "first_tokens": 8, "last_tokens": 32, "refine": 0.25, "stages": [0.5], "group_tokens": 2}
+    new = EpsConfig("rq", num_sink_tokens=8, num_recent_tokens=32, rescore=0.25, cascade=(0.5,), group_size=2)
+    assert EpsConfig.from_dict(old) == EpsConfig.of(**from_environment({"EPS_METHOD": "rq"} | {
+        f"EPS_{name.upper()}": json.dumps(value) for name, value in old.items() if name != "method"
+    })) == new  # fmt: skip
+
+
+@pytest.mark.parametrize("old", OLD_FLAGS)
+def test_old_flags_are_taken_and_not_shown(old: str, tmp_path: Path) -> None:
+    value, setting = OLD_FLAGS[old]
+    path = tmp_path / "m.jsonl"
+    args = ["run", "--backend", "numpy", "--prompt", "a b", "--max-new-tokens", 1, "--no-baseline", "--metrics", path]
+    done = outcome([*map(str, args), "--method", "rq", old, value], tmp_path)
+    assert done.code == 0, done.err
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first["schema"] == SCHEMA
+    assert EpsConfig.from_dict(first["config"]).to_dict()[setting] != EpsConfig("rq").to_dict()[setting]
+    names = {name for command in cli.commands.values() for param in command.params for name in param.opts}
+    assert old not in names
+
+
+def test_results_of_schema_1_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    step = {"type": "step", "mass_skipped_est": 0.5, "mass_skipped_true": 0.25, "pages_forced": 3}
+    path.write_text("".join(json.dumps(line) + "\n" for line in ({"type": "run", "config": {"refine": 0.5}}, step)))
+    run_read = load_results([path]).runs[0]
+    assert run_read["run"]["config"] == {"rescore": 0.5}
+    assert run_read["steps"][0]["skipped_mass_mean"] == 0.5 and run_read["steps"][0]["pages_always_selected"] == 3
+    assert current([{"tail": {"tail_ms": 1}}]) == [{"correction": {"correction_ms": 1}}]
