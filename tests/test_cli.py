@@ -184,7 +184,7 @@ def test_the_demo_answers_its_needle_with_eps_on() -> None:
     assert result["eps"]["method"] == "rq" and result["eps"]["policy"] == "topk" and result["bytes_ratio"] < 0.3
     assert re.search(r"needle answered +yes +yes", done.stdout) and "the demo's default" in done.stdout
     # what EPS is for, in the same table
-    assert result["layer"]["context"] == 32768 and result["layer"]["bytes_ratio"] < 0.1
+    assert result["layer"]["context"] == 32768 and result["layer"]["bytes_ratio"] < 0.15
     times = f"{result['layer']['best_dense_ms']:.2f} +{result['layer']['step_ms']:.2f}"
     assert re.search(rf"8B model's layer, rq, 32,768 tokens: ms +{times}\n", done.stdout)
     assert "2 warm-up steps left out" in done.stdout

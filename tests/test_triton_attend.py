@@ -505,7 +505,7 @@ FEW, LARGE = replace(TAIL_CASES[0], lengths=(61, 30), splits=2), TAIL_CASES[-1]
 TAIL_MUTANTS = {
     "counts the open correction group": ("(correction + 1) * TAIL <= length", "correction * TAIL < length", FEW, 3.0),
     "counts invalid correction groups": ("mask=usable, other=0) != 0", "mask=usable, other=0) >= 0", FEW, 3.0),
-    "counts what was read": ("known & (visited == 0) & usable[:, None]", "known & usable[:, None]", FEW, 3.0),
+    "counts what was read": ("known & (selected == 0) & usable[:, None]", "known & usable[:, None]", FEW, 3.0),
     "has seen everything": ("seen = tl.where(known & selected", "seen = tl.where(known", FEW, 3.0),
     "never lowers": ("tl.where(seen > read_mass, seen - read_mass, 0.0)", "tl.where(seen > read_mass, 0.0, 0.0)", FEW,
                      3.0),

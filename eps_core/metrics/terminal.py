@@ -239,7 +239,7 @@ def run_table(
         ("groups in all", "total"),
         ("  selected", "visited"),
         ("  skipped", "skipped"),
-        ("  forced", "always_selected"),
+        ("  always selected", "always_selected"),
     )
     alone: list[Row] = [  # of runs without speculative decoding
         row("estimated mass skipped", "skipped_mass_mean", ".4f"),

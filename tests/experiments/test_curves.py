@@ -50,7 +50,7 @@ def test_a_byte_budget_buys_what_it_pays_for(variant: EpsConfig) -> None:
 
 
 def test_a_floor_splits_the_bytes() -> None:
-    part = floor(RQ, 64, 32768, 0.03)
+    part = floor(RQ.replace(budget=0.05), 64, 32768, 0.03)
     assert sum(part) == pytest.approx(0.03)
     # of 256 bytes a token: a mean in 4 bits and its scale of 64 tokens, half of a code and a byte of scale, the other
     # half of half of them, a rescoring bit and its byte of scale of an eighth
