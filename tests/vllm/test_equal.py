@@ -94,7 +94,8 @@ def test_everything_visited_by_our_rows_says_the_same(
         found = engines.stats(llm)
         assert found["groups_selected"] == found["groups_total"] > 0 and found["bytes_ratio"] == 1.0
         assert not found["fallbacks"] and not found["failed_writes"]
-    near = 2e-4 if dtype == "float32" else 0.15
+    # logits of 16 to 32 lie 0.125 apart in bfloat16; hosts that multiply it natively round twice (0.155 was seen)
+    near = 2e-4 if dtype == "float32" else 0.25
     for (tokens, best), (wanted, wanted_best) in zip(said, stock[f"{name} {dtype}"], strict=True):
         for step, (token, other) in enumerate(zip(tokens, wanted, strict=True)):
             mine, theirs = best[step], wanted_best[step]
