@@ -177,11 +177,11 @@ def device_facts(device: str) -> dict[str, Any]:
 
             threads = kernel_threads()
         return {"device_name": host_name(), "threads": torch.get_num_threads(), "kernel_threads": threads}
-    method_spec = gpu(device).get_device_properties(0)
+    facts = gpu(device).get_device_properties(0)
     return {
-        "device_name": method_spec.name,
-        "multiprocessors": getattr(method_spec, "multi_processor_count", None),
-        "memory_bytes": method_spec.total_memory,
+        "device_name": facts.name,
+        "multiprocessors": getattr(facts, "multi_processor_count", None),
+        "memory_bytes": facts.total_memory,
         "cuda": torch.version.cuda or torch.version.hip,
     }
 

@@ -65,8 +65,8 @@ def bounds(cache: Cache, layer: int, q: Tensor, plan: StepPlan, scores: Scores, 
 
 @torch.inference_mode()
 def bound_error(cache: Cache, layer: int, scores: Scores, selected: Selection, out: Tensor, lse: Tensor) -> ErrorBound:
-    """Bounds of what `visited` left out, from valid bounds alone: out [B, Hq, D] and lse [B, Hq] are what `attend` gave
-    for exactly these groups. Raises ValueError for a method without bounds."""
+    """Bounds of what `selected` left out, from valid bounds alone: out [B, Hq, D] and lse [B, Hq] are what `attend`
+    gave for exactly these groups. Raises ValueError for a method without bounds."""
     if scores.upper is None or scores.slack is None:
         raise ValueError(f"method {cache.cache_config.method} has no bounds: nothing can be bounded")
     batch, kv_heads, repeat, groups = scores.upper.shape

@@ -109,8 +109,8 @@ def last_cache_bytes(device: str) -> int | None:
 def device_facts(device: str) -> dict[str, Any]:
     if device == "cpu":
         return {"device_name": host_name(), "threads": host_threads(), "kernel_threads": kernel_threads()}
-    method_spec = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
-    return {"device_name": method_spec.get("device_name"), "memory_bytes": method_spec.get("memory_size")}
+    facts = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
+    return {"device_name": facts.get("device_name"), "memory_bytes": facts.get("memory_size")}
 
 
 def capture(function: Variant) -> Variant | None:

@@ -72,8 +72,8 @@ def bounds(cache: Cache, layer: int, q: mx.array, plan: StepPlan, scores: Scores
 def bound_error(
     cache: Cache, layer: int, scores: Scores, selected: Selection, out: mx.array, lse: mx.array
 ) -> ErrorBound:
-    """Bounds of what `visited` left out, from valid bounds alone: out [B, Hq, D] and lse [B, Hq] are what `attend` gave
-    for exactly these groups. Raises ValueError for a method without bounds."""
+    """Bounds of what `selected` left out, from valid bounds alone: out [B, Hq, D] and lse [B, Hq] are what `attend`
+    gave for exactly these groups. Raises ValueError for a method without bounds."""
     if scores.upper is None or scores.slack is None:
         raise ValueError(f"method {cache.cache_config.method} has no bounds: nothing can be bounded")
     batch, kv_heads, repeat, groups = scores.upper.shape

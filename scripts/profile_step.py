@@ -53,7 +53,7 @@ def main(context: int, steps: int, backend: str, kernels: str) -> None:
     sequence, cache = prefix.into(session.backend, cache, pool, room)
     decode = generate(
         decoder, cache, pool, [[*prefix.tokens, 65]], room, Sampling(), config.selection_config, written=[sequence],
-        always_selected_tokens=[[65] * room],
+        forced_tokens=[[65] * room],
     )  # fmt: skip
     profile = cProfile.Profile()
     for record in decode:

@@ -217,8 +217,8 @@ def triattention_head(head: Head) -> list[float]:
                 trig = sum(math.cos(omega[i] * (now - p + 2**d) + phase) for d in range(17)) / 17
                 score += size * trig + (modulus[r, i] - abs(mean[r, i])) * abs(before)
             raw.append(score)
-        centroid, spread, largest = np.mean(raw), np.std(raw), max(map(abs, raw))
-        z = [(x - centroid) / spread if spread > 1e-6 * largest else 0.0 for x in raw]
+        centre, spread, largest = np.mean(raw), np.std(raw), max(map(abs, raw))
+        z = [(x - centre) / spread if spread > 1e-6 * largest else 0.0 for x in raw]
         best = [max(pair) for pair in zip(best, z, strict=True)]
     return best
 

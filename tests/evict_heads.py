@@ -10,15 +10,15 @@ from eps_core.eviction.base import Head
 D = 8
 FREQUENCIES = 100.0 ** -(np.arange(0, D, 2) / D)
 GATHERED = {
-    "window": lambda method_spec: method_spec.window > 0,
-    "sums": lambda method_spec: method_spec.sums,
-    "squares": lambda method_spec: method_spec.squares,
-    "keys": lambda method_spec: method_spec.keys,
-    "queries": lambda method_spec: method_spec.queries,
-    "query_mean": lambda method_spec: method_spec.query_moments,
-    "query_abs": lambda method_spec: method_spec.query_moments,
-    "frequencies": lambda method_spec: method_spec.keys,
-    "future": lambda method_spec: method_spec.future,
+    "window": lambda policy_spec: policy_spec.window > 0,
+    "sums": lambda policy_spec: policy_spec.sums,
+    "squares": lambda policy_spec: policy_spec.squares,
+    "keys": lambda policy_spec: policy_spec.keys,
+    "queries": lambda policy_spec: policy_spec.queries,
+    "query_mean": lambda policy_spec: policy_spec.query_moments,
+    "query_abs": lambda policy_spec: policy_spec.query_moments,
+    "frequencies": lambda policy_spec: policy_spec.keys,
+    "future": lambda policy_spec: policy_spec.future,
 }
 
 
@@ -64,14 +64,14 @@ def head(
 
 def asked(layers: list[list[Head]], policy: ModuleType) -> list[list[Head]]:
     """The same heads with no more than the policy's facts ask for."""
-    method_spec = policy.SPEC
+    policy_spec = policy.SPEC
 
     def less(one: Head) -> Head:
-        gone = {name: None for name, asks in GATHERED.items() if not asks(method_spec)}
+        gone = {name: None for name, asks in GATHERED.items() if not asks(policy_spec)}
         kept = replace(one, **gone)
-        if method_spec.window:
+        if policy_spec.window:
             short = {name: getattr(kept, name) for name in ("window", "queries")}
-            cut = {name: x[:, -method_spec.window :] for name, x in short.items() if x is not None}
+            cut = {name: x[:, -policy_spec.window :] for name, x in short.items() if x is not None}
             kept = replace(kept, **cut)
         return kept
 

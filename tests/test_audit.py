@@ -162,12 +162,12 @@ def test_audit_kl_is_against_a_dense_step_of_the_same_tokens(target, model, name
     tokens = [[record.tokens[i] for record in audited] for i in range(len(PROMPTS))]
     values = []
     for step in (0, 3):
-        other = Watched(target, model, config, dense_step=step).run(always_selected_tokens=tokens)
+        other = Watched(target, model, config, dense_step=step).run(forced_tokens=tokens)
         values.append(kl_divergence(other[step].logits, audited[step].logits).mean())
         assert other[step].pages_skipped == 0 < audited[step].pages_skipped
         assert audited[step].audit_kl == pytest.approx(values[-1], rel=1e-3, abs=1e-6)
     # nothing was sparse before the first step: there it is the distance to a run without EPS
-    dense = Watched(target, model, EpsConfig.of()).run(always_selected_tokens=tokens)
+    dense = Watched(target, model, EpsConfig.of()).run(forced_tokens=tokens)
     assert audited[0].audit_kl == pytest.approx(
         kl_divergence(dense[0].logits, audited[0].logits).mean(), rel=1e-3, abs=1e-6
     )

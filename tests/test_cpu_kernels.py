@@ -263,7 +263,7 @@ def test_guards_are_ranges():
         groups = -(-150 // config.cache_config.S)
         plan = place(config, lengths, groups)
         for b, length in enumerate(lengths.tolist()):
-            want = oracle_selection.selectable(config, length)
+            want = oracle_selection.sink_and_recent(config, length)
             assert (plan.always_selected[b, : len(want)] == want).all() and not plan.always_selected[
                 b, len(want) :
             ].any()

@@ -66,11 +66,11 @@ def test_a_negative_rule_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_facts_say_their_source_and_uneven_ones_alone_differ(name: str) -> None:
-    method_spec = POLICIES[name].SPEC
-    assert method_spec.source and (method_spec.at_prefill or method_spec.while_decoding)
+    policy_spec = POLICIES[name].SPEC
+    assert policy_spec.source and (policy_spec.at_prefill or policy_spec.while_decoding)
     kept = POLICIES[name].keep(asked(made(rows=60, layers=3, seed=6), POLICIES[name]), 40, RULE)
     sizes = {len(rows) for heads in kept for rows in heads}
-    assert (len(sizes) > 1) == method_spec.uneven
+    assert (len(sizes) > 1) == policy_spec.uneven
 
 
 DEFAULTS = {
@@ -86,7 +86,7 @@ DEFAULTS = {
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_the_window_and_the_pinned_rows_are_those_of_the_source(name: str) -> None:
     keep = EvictionConfig(name, 0.5)
-    assert (keep.method_spec.window, keep.rule(1000).num_recent_tokens) == DEFAULTS[name]
+    assert (keep.policy_spec.window, keep.rule(1000).num_recent_tokens) == DEFAULTS[name]
     assert EvictionConfig(name, 0.5, num_recent_tokens=7).rule(1000).num_recent_tokens == 7
 
 

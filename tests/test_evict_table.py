@@ -3,19 +3,19 @@
 from pathlib import Path
 
 from eps_core.cli.main import cli
-from eps_core.eviction.base import MethodSpec
+from eps_core.eviction.base import PolicySpec
 from eps_core.eviction.table import POLICIES
 
 PAGE = Path(__file__).parent.parent / "eps_core" / "README.md"
 
 
-def line(name: str, method_spec: MethodSpec) -> str:
+def line(name: str, policy_spec: PolicySpec) -> str:
     newest = (
-        f"{method_spec.num_recent_tokens:g}"
-        if method_spec.num_recent_tokens >= 1
-        else f"{method_spec.num_recent_tokens:g} of the budget"
+        f"{policy_spec.num_recent_tokens:g}"
+        if policy_spec.num_recent_tokens >= 1
+        else f"{policy_spec.num_recent_tokens:g} of the budget"
     )
-    return f"| `{name}` | {method_spec.source} | {method_spec.window or '-'} | {newest} | {method_spec.deviations} |"
+    return f"| `{name}` | {policy_spec.source} | {policy_spec.window or '-'} | {newest} | {policy_spec.deviations} |"
 
 
 def test_every_policy_has_its_line() -> None:

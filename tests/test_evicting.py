@@ -21,13 +21,13 @@ from eps_core.evaluation import compare
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import Document, decode
 from eps_core.eviction import table
-from eps_core.eviction.base import Head, MethodSpec, Rule
+from eps_core.eviction.base import Head, PolicySpec, Rule
 from eps_core.eviction.config import EvictionConfig
 from eps_core.kv_cache.heads import HeadPools
 from eps_core.load import backend_name
 from eps_core.models.rope import inverse_frequencies
 
-EVERYTHING = MethodSpec(
+EVERYTHING = PolicySpec(
     "all that can be asked for", window=5, sums=True, squares=True, buffer=3, keys=True, queries=True,
     query_moments=True,
 )  # fmt: skip
@@ -53,7 +53,7 @@ class Judge:
         self.sums: list[list[dict[int, np.ndarray]]] = [[{} for _ in range(self.spec.num_kv_heads)] for _ in layers]
         self.squares: list[list[dict[int, np.ndarray]]] = [[{} for _ in range(self.spec.num_kv_heads)] for _ in layers]
         self.length = self.budget = self.prompt = 0
-        self.buffer = keep.method_spec.buffer
+        self.buffer = keep.policy_spec.buffer
 
     def feed(self, token: int) -> np.ndarray:
         """Logits [V] after one more token."""
@@ -85,15 +85,15 @@ class Judge:
         mass = np.exp(logits - logits.max())
         return mass / mass.sum()
 
-    def heads(self, method_spec: MethodSpec) -> list[list[Head]]:
+    def heads(self, policy_spec: PolicySpec) -> list[list[Head]]:
         return [
-            [self.head(layer, h, method_spec) for h in range(self.spec.num_kv_heads)] for layer in range(len(self.k))
+            [self.head(layer, h, policy_spec) for h in range(self.spec.num_kv_heads)] for layer in range(len(self.k))
         ]
 
-    def head(self, layer: int, head: int, method_spec: MethodSpec) -> Head:
+    def head(self, layer: int, head: int, policy_spec: PolicySpec) -> Head:
         seen, repeat = self.kept[layer][head], self.spec.num_heads // self.spec.num_kv_heads
         own, half = slice(head * repeat, (head + 1) * repeat), self.spec.head_dim // 2
-        window = np.zeros((repeat, min(method_spec.window, self.length), len(seen)))
+        window = np.zeros((repeat, min(policy_spec.window, self.length), len(seen)))
         for w in range(window.shape[1]):
             position = self.length - window.shape[1] + w
             before = [p for p in seen if p <= position]
@@ -115,27 +115,27 @@ class Judge:
         )  # fmt: skip
 
     def evict(self) -> None:
-        rule, method_spec = self.keep.rule(self.budget), self.keep.method_spec
-        rows = table.policy(self.keep.policy).keep(self.heads(method_spec), self.budget, rule)
+        rule, policy_spec = self.keep.rule(self.budget), self.keep.policy_spec
+        rows = table.policy(self.keep.policy).keep(self.heads(policy_spec), self.budget, rule)
         self.kept = [
             [[seen[int(i)] for i in rows[layer][head]] for head, seen in enumerate(heads)]
             for layer, heads in enumerate(self.kept)
         ]
 
-    def run(self, prompt: list[int], always_selected: list[int]) -> list[np.ndarray]:
+    def run(self, prompt: list[int], forced: list[int]) -> list[np.ndarray]:
         """Logits after each of the prompt's last token and `forced`."""
         for token in prompt[:-1]:
             self.feed(token)
         self.budget, self.prompt = self.keep.rows(self.length), len(prompt)
-        if self.length and self.keep.method_spec.at_prefill:
+        if self.length and self.keep.policy_spec.at_prefill:
             self.evict()
         found = []
-        for token in [prompt[-1], *always_selected]:
+        for token in [prompt[-1], *forced]:
             found.append(self.feed(token))
             rows = [len(seen) for layer in self.kept for seen in layer]
             if (
                 self.keep.every
-                and self.keep.method_spec.while_decoding
+                and self.keep.policy_spec.while_decoding
                 and sum(rows) >= len(rows) * (self.budget + self.keep.every)
             ):
                 self.evict()
@@ -152,7 +152,7 @@ def evicted(
     decoder, cache, pools = evicting(session, keep, config.cache_config, LENGTHS, len(FORCED[0]) + 1)
     sequences = []
     for prompt in prompts():
-        observed = Observed(session.backend, session.spec, keep.method_spec)
+        observed = Observed(session.backend, session.spec, keep.policy_spec)
         prefix = session.prefix(prompt[:-1], 19, observed)
         sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
         sequences.append(sequence)
@@ -286,7 +286,7 @@ def test_a_long_text_stays_in_the_pages_of_what_is_kept(model: Path) -> None:
     prompt, said = prompts()[0], (prompts()[1] * 5)[:150]
     decoder, cache, pools = evicting(session, keep, CacheConfig(block_size=16), [len(prompt)], 151)
     assert {pool.num_units for pool in pools.pools} == {2 * session.spec.num_kv_heads}
-    observed = Observed(session.backend, session.spec, keep.method_spec)
+    observed = Observed(session.backend, session.spec, keep.policy_spec)
     prefix = session.prefix(prompt[:-1], observed=observed)
     sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
     document = Document(prompt, 151, said)
@@ -300,7 +300,7 @@ def test_a_long_text_stays_in_the_pages_of_what_is_kept(model: Path) -> None:
 def test_a_long_text_after_one_token_keeps_what_is_never_let_go(model: Path, name: str) -> None:
     session, keep = Session.open(model, "numpy"), EvictionConfig(name, 0.5, 3, **RULE)
     decoder, cache, pools = evicting(session, keep, EpsConfig().cache_config, [1], 30)
-    observed = Observed(session.backend, session.spec, keep.method_spec)
+    observed = Observed(session.backend, session.spec, keep.policy_spec)
     sequence, cache = decoder.adopt(cache, session.prefix([], observed=observed).keys_values, 0, observed)
     document = Document([7], 30, prompts()[0][:29])
     outcome, _ = decode(session, cache, pools, [document], None, decoder=decoder, written=[sequence], keep_logits=True)
@@ -336,20 +336,20 @@ def test_a_fork_goes_its_own_way(target, model: Path, keep: EvictionConfig) -> N
     session = opened(target, model)
     prompt, shape = prompts()[0], ([len(prompts()[0])] * 3, 14)
     decoder, cache, pools = evicting(session, keep, EpsConfig().cache_config, *shape)
-    observed = Observed(session.backend, session.spec, keep.method_spec)
+    observed = Observed(session.backend, session.spec, keep.policy_spec)
     prefix = session.prefix(prompt[:-1], observed=observed)
     first, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
     second, cache = decoder.fork(cache, first)
-    documents = [Document(prompt, 13, always_selected) for always_selected in FORCED]
+    documents = [Document(prompt, 13, forced) for forced in FORCED]
     both, cache = decode(
         session, cache, pools, documents, None, decoder=decoder, written=[first, second], keep_logits=True
     )
     pools.check()
-    for index, always_selected in enumerate(FORCED):
+    for index, forced in enumerate(FORCED):
         alone, others, its_pools = evicting(session, keep, EpsConfig().cache_config, *shape)
         one, others = alone.adopt(others, prefix.keys_values, len(prompt) - 1, observed_anew(session, keep, prompt))
         want, _ = decode(
-            session, others, its_pools, [Document(prompt, 13, always_selected)], None, decoder=alone, written=[one],
+            session, others, its_pools, [Document(prompt, 13, forced)], None, decoder=alone, written=[one],
             keep_logits=True,
         )  # fmt: skip
         for a, b in zip(both.records, want.records, strict=True):
@@ -357,7 +357,7 @@ def test_a_fork_goes_its_own_way(target, model: Path, keep: EvictionConfig) -> N
 
 
 def observed_anew(session: Session, keep: EvictionConfig, prompt: list[int]) -> Observed:
-    observed = Observed(session.backend, session.spec, keep.method_spec)
+    observed = Observed(session.backend, session.spec, keep.policy_spec)
     session.prefix(prompt[:-1], observed=observed)
     return observed
 
@@ -365,7 +365,7 @@ def observed_anew(session: Session, keep: EvictionConfig, prompt: list[int]) -> 
 def test_a_policy_of_the_future_is_refused_where_nobody_knows_it(model: Path) -> None:
     session, keep = Session.open(model, "numpy"), EvictionConfig("oracle", 0.5)
     decoder, cache, _ = evicting(session, keep, EpsConfig().cache_config, [10], 1)
-    observed = Observed(session.backend, session.spec, keep.method_spec)
+    observed = Observed(session.backend, session.spec, keep.policy_spec)
     prefix = session.prefix(prompts()[0][:9], observed=observed)
     with pytest.raises(ConfigError, match="which an evaluation alone knows"):
         decoder.adopt(cache, prefix.keys_values, 9, observed)

@@ -145,12 +145,12 @@ def test_a_sequence_leaves_the_batch_at_its_stop_token() -> None:
 
 
 def test_forced_tokens_are_fed_instead() -> None:
-    prompts, always_selected = [prompt_of(20, 1), prompt_of(9, 2)], [[5, 5, 6, 7], [8, 9]]
+    prompts, forced = [prompt_of(20, 1), prompt_of(9, 2)], [[5, 5, 6, 7], [8, 9]]
     case = Case()
-    records = case.run(prompts, 12, always_selected_tokens=always_selected, stop_tokens=(5, 8), keep_logits=True)
-    assert outputs(records, 2) == always_selected and case.decoder.steps == [2, 2, 1, 1]
+    records = case.run(prompts, 12, forced_tokens=forced, stop_tokens=(5, 8), keep_logits=True)
+    assert outputs(records, 2) == forced and case.decoder.steps == [2, 2, 1, 1]
     for step in range(4):
-        want = counted(prompts[0] + always_selected[0][:step], 1)[0]
+        want = counted(prompts[0] + forced[0][:step], 1)[0]
         assert int(records[step].logits[0].argmax()) == want
 
 
@@ -282,9 +282,7 @@ def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> N
     assert not result["tokens_equal"]
     prompt = load_tokenizer(model_path).encode(text).ids
     _, dense = decode(numpy_backend, "cpu", model_path, EpsConfig.of(), [prompt])
-    _, sparse = decode(
-        numpy_backend, "cpu", model_path, config, [prompt], always_selected_tokens=[result["dense"]["tokens"]]
-    )
+    _, sparse = decode(numpy_backend, "cpu", model_path, config, [prompt], forced_tokens=[result["dense"]["tokens"]])
     log_p, log_q = (
         np.array([r.logits[0] - np.logaddexp.reduce(r.logits[0].astype(float)) for r in side])
         for side in (dense, sparse)

@@ -80,9 +80,9 @@ def kept(session: Session, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def ours(session: Session, kept: dict[str, np.ndarray], name: str, ratio: float, patch: pytest.MonkeyPatch) -> Kept:
     """Return what a policy keeps by what `Observed` gathers of the same queries and keys."""
     eps, spec, (which, first, last, constants) = session.backend, session.spec, MATCHED[name]
-    method_spec, budget = policy(which).SPEC, int(TOKENS * (1 - ratio))
+    policy_spec, budget = policy(which).SPEC, int(TOKENS * (1 - ratio))
     cache, _ = session.cache(EpsConfig().cache_config, 1)
-    observed, rows, layers = Observed(eps, spec, method_spec), np.arange(TOKENS), []
+    observed, rows, layers = Observed(eps, spec, policy_spec), np.arange(TOKENS), []
     for layer in range(spec.num_layers):
         q, k = (
             eps.from_numpy(np.ascontiguousarray(kept[f"{x}.{layer}"].swapaxes(0, 1)), "float32", "cpu") for x in "qk"

@@ -29,7 +29,7 @@ def test_families_and_arms_are_named_by_what_was_put_together() -> None:
             cell(method="rq", budget=0.02, policy="rkv", kept_share=0.5, kv_bits=[8, 8]), "rkv 0.5 + 8 bits + rq 0.02",
         ),
         "oracle policy": (cell(policy="oracle", kept_share=0.06), "oracle 0.06"),
-        "format": (cell(rewrite="prq", settings={"cascade": 1, "zeros": True}), "prq cascade 1 zeros 1"),
+        "format": (cell(rewrite="prq", settings={"stages": 1, "zeros": True}), "prq stages 1 zeros 1"),
         "EPS + format": (cell(rewrite="dmc", settings={"tau": 0.9}, method="rq", budget=0.1), "dmc tau 0.9 + rq 0.1"),
         "state": (cell(state={"features": "favor", "num_features": 64, "gamma": 0.5}), "favor 64 gamma 0.5"),
     }  # fmt: skip

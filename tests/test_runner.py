@@ -35,7 +35,7 @@ def session(request: pytest.FixtureRequest, model: Path) -> Session:
     return Session.open(model, request.param, "cpu", "float32", "bfloat16")
 
 
-def method_spec(outcome: Outcome) -> list[tuple]:
+def facts(outcome: Outcome) -> list[tuple]:
     return [
         (r.tokens, r.lengths, r.pages_visited, r.bytes_kv_read_est, r.bytes_summary_read, r.bytes_kv_dense)
         for r in outcome.records
@@ -144,14 +144,14 @@ def test_arms_that_keep_the_same_share_a_cache_and_are_what_they_are_alone(
     assert list(together) == [DENSE, *variants]
     for name, config in variants.items():
         alone = run_document(session, document, {name: config})[name]
-        assert method_spec(together[name]) == method_spec(alone)
+        assert facts(together[name]) == facts(alone)
         np.testing.assert_array_equal(together[name].kl, alone.kl)
         np.testing.assert_array_equal(together[name].agree, alone.agree)
 
 
 def test_a_text_is_fed_token_by_token_and_compared_with_dense(session: Session) -> None:
     document = Document.along(TOKENS, 12)
-    assert document.prompt == TOKENS[:322] and document.always_selected == TOKENS[322:] and document.num_steps == 12
+    assert document.prompt == TOKENS[:322] and document.forced == TOKENS[322:] and document.num_steps == 12
     outcomes = run_document(session, document, {"all": CONFIGS["box"].replace(budget=1.0), "some": CONFIGS["box"]})
     dense = outcomes.pop(DENSE)
     assert dense.logits.shape[:2] == (12, 1) and dense.kl is None
@@ -258,4 +258,4 @@ def test_short_prompts_lend_no_centre_to_the_next_arm(session: Session) -> None:
     assert first.cache_config == second.cache_config
     together = run_document(session, document, {"first": first, "second": second})
     alone = run_document(session, document, {"second": second})
-    assert method_spec(together["second"]) == method_spec(alone["second"])
+    assert facts(together["second"]) == facts(alone["second"])

@@ -8,7 +8,8 @@ from command import outcome
 
 from eps_core.cli.main import cli
 from eps_core.config.eps import FLAT, EpsConfig
-from eps_core.integrations.settings import from_environment
+from eps_core.errors import ConfigError
+from eps_core.integrations.settings import Settings, from_environment
 from eps_core.io.schema import KEYS, SCHEMA, SETTINGS, current
 from eps_core.metrics.steps import STEP_KEYS
 from eps_core.report.load import load_results
@@ -36,6 +37,15 @@ def test_settings_of_schema_1_make_the_same_config() -> None:
     assert EpsConfig.from_dict(old) == EpsConfig.of(**from_environment({"EPS_METHOD": "rq"} | {
         f"EPS_{name.upper()}": json.dumps(value) for name, value in old.items() if name != "method"
     })) == new  # fmt: skip
+    assert Settings.of(old).config == new
+
+
+def test_an_old_name_replaces_and_two_names_of_one_setting_are_refused() -> None:
+    config = EpsConfig("rq", num_recent_tokens=99).replace(last_tokens=7)
+    assert config.selection_config.num_recent_tokens == 7
+    for make in (lambda **both: EpsConfig.of("rq", **both), lambda **both: Settings.of({"method": "rq", **both})):
+        with pytest.raises(ConfigError, match="last_tokens is the former name of num_recent_tokens"):
+            make(last_tokens=7, num_recent_tokens=8)
 
 
 @pytest.mark.parametrize("old", OLD_FLAGS)
@@ -59,4 +69,5 @@ def test_results_of_schema_1_are_read(tmp_path: Path) -> None:
     run_read = load_results([path]).runs[0]
     assert run_read["run"]["config"] == {"rescore": 0.5}
     assert run_read["steps"][0]["skipped_mass_mean"] == 0.5 and run_read["steps"][0]["pages_always_selected"] == 3
+    assert current({"settings": {"stages": 1}}) == {"settings": {"stages": 1}}  # of a KV format
     assert current([{"tail": {"tail_ms": 1}}]) == [{"correction": {"correction_ms": 1}}]

@@ -96,9 +96,9 @@ def test_needles_and_texts_have_the_tokens_of_their_context(session: Any, kind: 
         assert ("<assistant>The code for" in said) == chat
         assert document.num_steps > answer_steps(session.encode, answer, VALUE_DIGITS) >= 5
     text = text_document(session, CONTEXT, 16, 0, 1, kind)
-    assert text.always_selected is not None
-    assert len(text.prompt) - 1 == CONTEXT and len(text.always_selected) == 15 and text.num_steps == 16
-    said = session.decode([*text.prompt, *text.always_selected])
+    assert text.forced is not None
+    assert len(text.prompt) - 1 == CONTEXT and len(text.forced) == 15 and text.num_steps == 16
+    said = session.decode([*text.prompt, *text.forced])
     if kind == "chat":
         assert said.lstrip().startswith("<user>Explain" if chat else "User: Explain")
     elif session.name == "bytes":
@@ -128,7 +128,7 @@ def test_a_grid_measures_documents_of_its_context(session: Any) -> None:
         assert len(document.prompt) + document.num_steps == CONTEXT
         assert document.num_steps == answer_steps(session.encode, answer, VALUE_DIGITS)
     text, _ = bench._document("text", CONTEXT, 0)
-    assert text.always_selected is not None and len(text.prompt) + len(text.always_selected) == CONTEXT
+    assert text.forced is not None and len(text.prompt) + len(text.forced) == CONTEXT
 
 
 def test_answers_are_compared_as_text(session: Any) -> None:

@@ -512,7 +512,7 @@ TAIL_MUTANTS = {
     "raises too": ("tl.where(seen > read_mass, seen - read_mass, 0.0)", "(seen - read_mass)", FEW, -9.0),
     "takes infinities for estimates": ("tl.abs(value) < float(\"inf\")", "value == value", FEW, 3.0),
     "forgets the scale": ("(weight * scale)[:, None] * code", "weight[:, None] * code", FEW, 3.0),
-    "takes the first head's means": ("(unit * HKV + h) * TAILS_PER_UNIT", "(unit * HKV) * TAILS_PER_UNIT", FEW, 3.0),
+    "takes the first head's means": ("(unit * HKV + h) * PER_UNIT", "(unit * HKV) * PER_UNIT", FEW, 3.0),
     "takes another head's correction": ("pair = head // R", "pair = head // R // 2", FEW, 3.0),
     "keeps old sums unscaled": ("acc = acc * shrink + tl.sum", "acc = acc + tl.sum", LARGE, 3.0),
     "drops a split of what was seen": ("mask=split < num_splits, other", "mask=split < num_splits - 1, other", LARGE,
@@ -622,7 +622,7 @@ def tail_jobs(head_dim: int, per_correction: int) -> list[Job]:
         "correction_split_kernel",
         inputs | parts | {"table": "*i32", "lengths": "*i32", "num_corrections": "i32", "table_width": "i32"},
         {
-            "HKV": 8, "D": head_dim, "TAIL": 64, "TAILS_PER_UNIT": 1, "GROUPS_PER_TAIL": per_correction,
+            "HKV": 8, "D": head_dim, "TAIL": 64, "PER_UNIT": 1, "PER_CORRECTION": per_correction,
             "GROUPS_PAD": pad, "D_PAD": max(16, 1 << (head_dim - 1).bit_length()), "BLOCK_T": block,
         },
     )  # fmt: skip

@@ -107,11 +107,11 @@ def check_topk(kernels: Kernels, case: tuple, row_groups: int | None = None) -> 
     estimate = estimates(size, len(lengths), kv_heads, lengths, groups, size, kind)
     ends = -(-np.array(lengths) // size)
     plan = place(config, lengths, groups)
-    selectable = plan.always_selected
+    always_selected = plan.always_selected
     # a group without a summary is one for all heads: as the state says
     missing = np.isposinf(estimate).any(axis=1)
     estimate[np.broadcast_to(missing[:, None], estimate.shape)] = np.inf
-    num_missing = (missing & ~selectable & (np.arange(groups) < ends[:, None])).sum(axis=1)
+    num_missing = (missing & ~always_selected & (np.arange(groups) < ends[:, None])).sum(axis=1)
     wanted = plan.budget(plan.num_always_selected + num_missing)
     options = {} if row_groups is None else {"row_groups": row_groups}
     listed, counts, selected_mask = kernels.select_topk(

@@ -21,11 +21,11 @@ DEVICES = [name for name in ("cuda", "xpu") if getattr(torch, name).is_available
 def xpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A Torch that says it has an Intel GPU and no other; what was asked of it."""
     asked: list[str] = []
-    method_spec = SimpleNamespace(name="Intel GPU", total_memory=16 * 2**30)
+    facts = SimpleNamespace(name="Intel GPU", total_memory=16 * 2**30)
     functions: dict[str, Any] = {
         "is_available": lambda: True,
-        "get_device_name": lambda: method_spec.name,
-        "get_device_properties": lambda index: method_spec,
+        "get_device_name": lambda: facts.name,
+        "get_device_properties": lambda index: facts,
         "mem_get_info": lambda: (2**30, 2**31),
         "synchronize": lambda: asked.append("synchronize"),
     }
@@ -68,9 +68,9 @@ def test_waiting_and_measuring_ask_its_own_module(xpu: list[str]) -> None:
     bench.synchronize()
     assert xpu == ["synchronize"] * 2
     assert bench.free_bytes("xpu") == 2**30 and bench.last_cache_bytes("xpu") is None
-    method_spec = bench.device_facts("xpu")
-    assert (method_spec["device_name"], method_spec["multiprocessors"]) == ("Intel GPU", None)
-    assert method_spec["memory_bytes"] == 16 * 2**30 and bench.capture(lambda: None) is None
+    facts = bench.device_facts("xpu")
+    assert (facts["device_name"], facts["multiprocessors"]) == ("Intel GPU", None)
+    assert facts["memory_bytes"] == 16 * 2**30 and bench.capture(lambda: None) is None
 
 
 @pytest.mark.skipif("xpu" in DEVICES, reason="there is one")

@@ -43,7 +43,7 @@ def sparse_attention(
     dense: Callable[[], Array] | None = None,
 ) -> tuple[Array, LayerRead]:
     """(out [B, Hq, D] in q's dtype, what was read) of one layer's sparse attention of q [B, Hq, D], unscaled, as
-    `where` says. K and V of the step are in `cache` already.
+    `plan` says. K and V of the step are in `cache` already.
 
     Where every group would be read (`StepPlan.reads_all`) nothing is scored; `dense`, where given, attends then: out
     [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `audit` reads

@@ -48,7 +48,7 @@ class GpuKernels:
         raise NotImplementedError
 
     def estimates(self, cache: Any, layer: int, q: Array, plan: StepPlan, table: Array, lengths: Array) -> Array:
-        """Return the estimates [B, Hkv, G] of rq: table [B, M] and lengths [B] of `where` on the device."""
+        """Return the estimates [B, Hkv, G] of rq: table [B, M] and lengths [B] of `plan` on the device."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------ the backend's functions

@@ -72,9 +72,9 @@ def budgeted(config: EpsConfig, shape: Shape, kind: str, share: float) -> EpsCon
     token = 2 * shape.head_dim * DTYPE_BYTES[shape.dtype]
     wanted = math.floor((share * shape.context * token - beside) / (config.cache_config.S * token))
     units = np.arange(-(-shape.context // config.cache_config.unit_tokens))
-    selectable = int(StepPlan.of(config, units[None], np.array([shape.context])).num_always_selected[0])
-    if wanted < max(selectable, 1):
-        least = (beside + max(selectable, 1) * config.cache_config.S * token) / (shape.context * token)
+    always_selected = int(StepPlan.of(config, units[None], np.array([shape.context])).num_always_selected[0])
+    if wanted < max(always_selected, 1):
+        least = (beside + max(always_selected, 1) * config.cache_config.S * token) / (shape.context * token)
         raise ConfigError(
             f"bytes {share:g} cannot hold the summaries of {config.cache_config.method}@{config.cache_config.S} and "
             f"its sink and recent tokens, which are {least:.3f} of the dense bytes of context {shape.context}: "

@@ -236,7 +236,7 @@ def _summary(lines: list[dict[str, Any]], request: BenchRequest, plots: list[Pat
         "cells": [
             {name: cell[name] for name in _SUMMARY_KEYS}
             | {f"{part}_ms": cell["arms"][part]["ms"] for part in ("score", "select", "attend", "write")}
-            | {"tail_ms": cell["arms"]["correction"]["ms"] if "correction" in cell["arms"] else None}
+            | {"correction_ms": cell["arms"]["correction"]["ms"] if "correction" in cell["arms"] else None}
             for cell in cells
         ],
     }

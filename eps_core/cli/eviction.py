@@ -1,4 +1,4 @@
-"""The flags of eviction, and how they become a Keep."""
+"""The flags of eviction, and how they become an EvictionConfig."""
 
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ eviction_options = options(
 
 
 def eviction_of(flags: dict[str, Any], given: set[str], config: EpsConfig) -> EvictionConfig:
-    """The flags as a Keep; flags that mean nothing, or contradict each other, are refused."""
+    """Return the flags as an EvictionConfig; flags that mean nothing, or contradict each other, are refused."""
     values = {field: flags[name] for name, field in _FIELDS.items() if flags[name] is not None}
     idle = sorted(given & (set(_FIELDS) - {"kv_evict"}))
     if idle and flags["kv_evict"] == OFF:

@@ -1,4 +1,4 @@
-"""The flags of verified decoding, and how they become a Verify."""
+"""The flags of verified decoding, and how they become a SpeculativeConfig."""
 
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ speculative_options = options(
 
 
 def speculative_of(flags: dict[str, Any], given: set[str], config: EpsConfig) -> SpeculativeConfig:
-    """The flags as a Verify; flags that mean nothing, or contradict each other, are refused."""
+    """Return the flags as a SpeculativeConfig; flags that mean nothing, or contradict each other, are refused."""
     values = {field: flags[name] for name, field in _FIELDS.items()}
     if "eps_draft" not in given:
         del values["draft"]

@@ -83,7 +83,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Settings of what a cache keeps besides K and V: fixed when it is made, and the same for every read of it.
+    """Settings of what a cache keeps in addition to K and V. They are fixed when it is made, for every read of it.
 
     What is None by default depends on the method and is settled at birth; only `dim` and, with method off, `group_size`
     can be None in a config.

@@ -28,8 +28,9 @@ class EpsConfig:
     """Settings of sparse attention, named as the flags and in JSONL (`--eps-budget` is `budget`).
 
     A setting of None takes the default of the method, or what follows from other settings; `to_dict` has the values in
-    effect. `store` (what a cache keeps) and `read` (what a step reads) are made of the settings, and two configs are
-    equal where these are. Raises ConfigError for a value out of range, and for settings that exclude each other.
+    effect. `cache_config` (what a cache keeps) and `selection_config` (what a step reads) are made of the settings, and
+    two configs are equal where these are. Raises ConfigError for a value out of range, and for settings that exclude
+    each other.
 
     >>> config = EpsConfig("rq", budget=0.05, num_recent_tokens=256)
     >>> config.selection_config.policy, config.selection_config.num_recent_tokens
@@ -119,7 +120,7 @@ class EpsConfig:
 
     def _check(self) -> None:
         cache_config, selection_config = self.cache_config, self.selection_config
-        if not cache_config.enabled:  # the rollback: what it would have read is nobody's concern
+        if not cache_config.enabled:  # the rollback: there is nothing to validate
             return
         require(
             not selection_config.strict or cache_config.has_bounds,
@@ -197,7 +198,7 @@ class EpsConfig:
     def replace(self, **flat: Any) -> Self:
         """As if these flat settings had been given, too, or instead: what merely followed follows again. None: it is
         given no longer."""
-        kept = self.given
+        flat, kept = current_settings(flat), self.given
         if flat.keys() & _GROUP:
             kept = {name: value for name, value in kept.items() if name not in _GROUP}
         return type(self).of(**{**kept, **flat})

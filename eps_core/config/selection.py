@@ -25,7 +25,7 @@ DEFAULT_BUDGET, DEFAULT_SINK_RECENT = MethodSpec.budget, MethodSpec.sink_recent
 
 @dataclass(frozen=True)
 class SelectionConfig:
-    """How one step reads a cache: it may differ from step to step, over the same `CacheConfig`."""
+    """Settings of how one step reads a cache. They may differ from step to step, over the same `CacheConfig`."""
 
     policy: str = "topk"
     budget: float = DEFAULT_BUDGET  # topk: <= 1 a share of the tokens, > 1 a number; with sink and recent tokens

@@ -154,8 +154,8 @@ def _scoring_units(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: 
         arrays."""
         dims = part_dims(cache_config, head_dim)
         words = sum(-(-many // (8 * unit_vectors.WORD)) for many in (*dims, head_dim)) * unit_vectors.WORD_TABLE // 4
-        outcomes, mean_bytes = 8 // cache_config.mean_bits, -(-head_dim * cache_config.mean_bits // 8)
-        sizes = words, outcomes * vectors.HEADS * mean_bytes, (len(dims) + 1) * vectors.HEADS
+        sides, mean_bytes = 8 // cache_config.mean_bits, -(-head_dim * cache_config.mean_bits // 8)
+        sizes = words, sides * vectors.HEADS * mean_bytes, (len(dims) + 1) * vectors.HEADS
         return (
             np.array(plan.cascaded(head_dim), np.int64).reshape(-1, batch), write.rotation(head_dim), np.array(dims),
             [(rows, passes, size) for size in sizes], units.new_lists(0, groups, chunks, passes),

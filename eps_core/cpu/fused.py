@@ -19,7 +19,7 @@ PHASES = 5  # of what follows the scores
 @kernel(fastmath=FAST)
 def _read_on(progress, stamps, chosen, attended, has_correction, correction, merged, skipped):
     """Run what follows the scores: arguments of `select_topk` and `attend`, and of `attend_correction` and `_merge_all`
-    where it `has_correction`, else of `skipped_mass`. A thread that failed leaves lists that nobody may follow."""
+    where it `has_correction`, else of `skipped_mass`. Lists of a thread that failed are not read."""
     if progress[0, FAILED]:
         return
     select_topk(progress[:1], *chosen)

@@ -56,8 +56,8 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
     part, and of twice the whole code's sum and the rescoring bits'."""
     head_dim = q.shape[1]
     integers = np.empty((HEADS, head_dim), np.int8)
-    outcomes = 8 // mean_bits
-    mean_bytes = (head_dim + outcomes - 1) // outcomes
+    sides = 8 // mean_bits
+    mean_bytes = (head_dim + sides - 1) // sides
     for r in range(HEADS):
         for d in range(head_dim):
             turned[r, d] = q[r, d] * shrink
@@ -67,9 +67,9 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
             many += dims[part]
             factors[part, r] = step * np.float32(head_dim / many)
         factors[len(dims), r] = step * np.float32(0.5)
-        for side in range(outcomes):
+        for side in range(sides):
             for byte in range(mean_bytes):
-                dim = byte * outcomes + side
+                dim = byte * sides + side
                 own = turned[r, dim] if dim < head_dim else np.float32(0)
                 queries[(side * HEADS + r) * mean_bytes + byte] = own
     word, first, whole = 0, 0, True

@@ -387,8 +387,8 @@ def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, 
         def repeated(value: int):
             return ir.Constant(_vector(_i32, MEAN_LANES), [value] * MEAN_LANES)
 
-        def codes_of(stored, outcomes: int):
-            if outcomes == 1:
+        def codes_of(stored, sides: int):
+            if sides == 1:
                 return [builder.sitofp(builder.sub(stored, repeated(128)), floats)]
             if PERMUTES:
                 values = ir.Constant(_vector(_f32), [ir.Constant(_f32, float(x - 8)) for x in range(LANES)])
@@ -396,10 +396,10 @@ def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, 
             halves = builder.and_(stored, repeated(15)), builder.lshr(stored, repeated(4))
             return [builder.sitofp(builder.sub(half, repeated(8)), floats) for half in halves]
 
-        def add(first_span: int, stored, byte, outcomes: int, lanes: int):
+        def add(first_span: int, stored, byte, sides: int, lanes: int):
             """stored: words of each of MEAN_SPANS spans, of which the first `lanes` count."""
-            codes = [codes_of(one, outcomes) for one in stored]
-            for side in range(outcomes):
+            codes = [codes_of(one, sides) for one in stored]
+            for side in range(sides):
                 for r in range(HEADS):
                     at = builder.gep(query_data, [builder.add(builder.mul(number, _i64(side * HEADS + r)), byte)])
                     own = _load(builder, at, lanes, _f32)
@@ -409,17 +409,17 @@ def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, 
                         kept = sums[r][first_span + i]
                         builder.store(_fma(builder, codes[i][side], own, builder.load(kept)), kept)
 
-        def over(outcomes: int):
+        def over(sides: int):
             for first_span in range(0, SPANS, MEAN_SPANS):
                 some = rows[first_span : first_span + MEAN_SPANS]
                 with cgutils.for_range_slice(builder, _i64(0), whole, _i64(MEAN_LANES)) as (byte, _):
                     stored = [_load(builder, builder.gep(row, [byte]), MEAN_LANES, _i8) for row in some]
                     stored = [builder.zext(one, repeated(0).type) for one in stored]
-                    add(first_span, stored, byte, outcomes, MEAN_LANES)
+                    add(first_span, stored, byte, sides, MEAN_LANES)
                 with cgutils.for_range_slice(builder, whole, number, _i64(1)) as (byte, _):
                     stored = [builder.zext(builder.load(builder.gep(row, [byte])), _i32) for row in some]
                     stored = [builder.insert_element(repeated(0), one, _i32(0)) for one in stored]
-                    add(first_span, stored, byte, outcomes, 1)
+                    add(first_span, stored, byte, sides, 1)
 
         with builder.if_else(builder.icmp_signed("==", width, _i64(4))) as (halves, bytes_alone):
             with halves:

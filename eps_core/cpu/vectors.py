@@ -290,8 +290,8 @@ def largest_of(typing_context, x, count):
         while lanes > 1:
             lanes //= 2
             low, high = ([*range(start, start + lanes)] for start in (0, lanes))
-            outcomes = [_shuffle(builder, most, most, picks) for picks in (low, high)]
-            most = builder.select(builder.fcmp_ordered(">", *outcomes), *outcomes)
+            sides = [_shuffle(builder, most, most, picks) for picks in (low, high)]
+            most = builder.select(builder.fcmp_ordered(">", *sides), *sides)
         return builder.extract_element(most, _i32(0))
 
     return types.float32(x, types.int64), codegen

@@ -44,7 +44,7 @@ class EvictingDecoder(Decoder):
         layer, and what its attention was seen to do. The same for every cache that they go to."""
         observed.num_prompt = length + 1
         everything = [[np.arange(length)] * self.spec.num_kv_heads for _ in range(self.spec.num_layers)]
-        if not (length and self.keep.enabled and self.keep.method_spec.at_prefill):
+        if not (length and self.keep.enabled and self.keep.policy_spec.at_prefill):
             return everything
         heads = [
             [
@@ -111,7 +111,7 @@ class EvictingDecoder(Decoder):
                 cache = self.backend.move_kv(cache, layer, src * size + np.arange(rows), dst * size + np.arange(rows))
         if sequence in self._observed:
             observed = self._observed[sequence]
-            self._observed[child], self._budgets[child] = observed.of(observed.method_spec), self._budgets[sequence]
+            self._observed[child], self._budgets[child] = observed.of(observed.policy_spec), self._budgets[sequence]
         return child, cache
 
     def spec_of(self, cache: Any) -> CacheSpec:
@@ -175,7 +175,7 @@ class EvictingDecoder(Decoder):
             found = iter(values)
             for layer, of_layer in enumerate(pending):
                 for sequence, asked, length in zip(table.sequences, of_layer, lengths, strict=False):
-                    self._observed[sequence].given(layer, [next(found) for _ in asked], int(length))
+                    self._observed[sequence].add(layer, [next(found) for _ in asked], int(length))
             kept = sum(sequence.num_rows for sequence in table.sequences) * cache.spec.kv_token_bytes
             moved = freed = 0
             for sequence in table.sequences:
@@ -200,7 +200,7 @@ class EvictingDecoder(Decoder):
         for index, sequence in enumerate(table.sequences):
             observed, rows, keys = self._observed[sequence], np.arange(index * heads, (index + 1) * heads), []
             ages = [sequence.length - 1 - positions for positions in sequence.positions[layer]]
-            if observed.method_spec.sums or observed.method_spec.squares:
+            if observed.policy_spec.sums or observed.policy_spec.squares:
                 for row in rows:
                     length = int(table.lengths[layer][row])
                     keys.append(self.backend.read_kv(cache, layer, table.tables[layer][row], length)[0])
@@ -210,18 +210,18 @@ class EvictingDecoder(Decoder):
 
     @property
     def _watches(self) -> bool:
-        """Return whether steps are told to statistics, for evictions to come."""
-        method_spec = self.keep.method_spec if self.keep.enabled and self.keep.every else None
+        """Return whether statistics of decode steps are gathered, for later evictions."""
+        policy_spec = self.keep.policy_spec if self.keep.enabled and self.keep.every else None
         return (
-            method_spec is not None
-            and method_spec.while_decoding
-            and (method_spec.sums or method_spec.squares or method_spec.query_moments or method_spec.window > 0)
+            policy_spec is not None
+            and policy_spec.while_decoding
+            and (policy_spec.sums or policy_spec.squares or policy_spec.query_moments or policy_spec.window > 0)
         )
 
     def _evict(self, cache: Any, sequence: HeadSequence) -> tuple[Any, int, int]:
         """(cache, rows moved, units freed) of bringing a sequence's heads back to their budget, where it is time."""
         keep = self.keep
-        if not (keep.enabled and keep.every and keep.method_spec.while_decoding):
+        if not (keep.enabled and keep.every and keep.policy_spec.while_decoding):
             return cache, 0, 0
         budget = self._budgets[sequence]
         heads = self.spec.num_layers * self.spec.num_kv_heads
@@ -231,7 +231,7 @@ class EvictingDecoder(Decoder):
         seen = []
         for layer, heads_of in enumerate(sequence.heads):
             keys: list[Array | None] = [None] * len(heads_of)
-            if observed.method_spec.keys or observed.method_spec.window:
+            if observed.policy_spec.keys or observed.policy_spec.window:
                 keys = [
                     self.backend.read_kv(cache, layer, np.array(one.table, np.int32), one.length)[0] for one in heads_of
                 ]

@@ -140,9 +140,9 @@ class Decoder:
         draft: bool = False,
     ) -> tuple[Any, StepOutput]:
         """One token of each of B sequences: tokens [B], slots [B], table [B, M] (padding -1), lengths [B] that count
-        the new token. Sparse as `read` says; dense without it, or where the cache keeps no summaries (which follow
-        every write all the same). `audit` attends densely in addition: true skipped masses and dense logits; its reads
-        are counted nowhere. It needs at least one token before the new one.
+        the new token. Sparse as `selection_config` says; dense without it, or where the cache keeps no summaries (which
+        follow every write all the same). `audit` attends densely in addition: true skipped masses and dense logits; its
+        reads are counted nowhere. It needs at least one token before the new one.
 
         A `draft` may be taken back: its K and V are placed, not written (see `Backend.write_kv_tentative`), NaN is not
         refused, and `selections` say what was selected."""

@@ -34,7 +34,7 @@ def generate(
     stop_tokens: Collection[int] = (),
     prefill_chunk: int = 512,
     on_prefill: Callable[[int, int, int], None] | None = None,
-    always_selected_tokens: Sequence[Sequence[int]] | None = None,
+    forced_tokens: Sequence[Sequence[int]] | None = None,
     keep_logits: bool = False,
     time_every: int = 0,
     audit_every: int = 0,
@@ -47,11 +47,11 @@ def generate(
     or once the caller has put its number into `ended`.
 
     All but the last token of each prompt are prefilled densely, `prefill_chunk` at a time, sharing full pages with what
-    the pool already holds; the last one starts the decode, so every new token comes from one sparse step, as `read`
-    says (None: dense). `always_selected_tokens` (one list a prompt) are fed instead of what the model says, and end
-    their sequence with them. `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every
-    `time_every`-th step is timed layer by layer (0: none). Every `audit_every`-th sparse step from the first on attends
-    densely besides (0: none) and raises an alarm where an error bound was wrong, or an estimate by more than
+    the pool already holds; the last one starts the decode, so every new token comes from one sparse step, as
+    `selection_config` says (None: dense). `forced_tokens` (one list a prompt) are fed instead of what the model says,
+    and end their sequence with them. `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every
+    `time_every`-th step is timed layer by layer (0: none). Every `audit_every`-th sparse step from the first on also
+    attends densely (0: none) and raises an alarm where an error bound was wrong, or an estimate by more than
     `audit_factor`; with `audit_off` the steps after an alarm are dense, which `fallbacks` counts.
 
     Sequences are freed when the generator ends, and its value is the cache to go on with: a prompt that is decoded
@@ -72,8 +72,8 @@ def generate(
         alarmed = False
         for step in range(max_new_tokens):
             alive = sorted(sequences)
-            if always_selected_tokens is not None:
-                alive = [index for index in alive if step < len(always_selected_tokens[index])]
+            if forced_tokens is not None:
+                alive = [index for index in alive if step < len(forced_tokens[index])]
             if not alive:
                 break
             running = [sequences[index] for index in alive]
@@ -93,8 +93,8 @@ def generate(
             lengths = spent.lengths
             margins = []
             for row, index in enumerate(alive):
-                if always_selected_tokens is not None:
-                    fed[index] = int(always_selected_tokens[index][step])
+                if forced_tokens is not None:
+                    fed[index] = int(forced_tokens[index][step])
                 else:
                     drawn = draw(output.logits[row], sampling, index, int(lengths[row]))
                     fed[index] = drawn.token
@@ -111,7 +111,7 @@ def generate(
                 record.logits = output.logits
             yield record
             for index in alive:
-                if index in ended or (fed[index] in stop_tokens and always_selected_tokens is None):
+                if index in ended or (fed[index] in stop_tokens and forced_tokens is None):
                     left = sequences.pop(index)
                     if own:
                         pool.free(left)

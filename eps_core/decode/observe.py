@@ -12,7 +12,7 @@ import numpy as np
 
 from eps_core.attention.protocol import Array, Backend
 from eps_core.errors import require
-from eps_core.eviction.base import Head, MethodSpec
+from eps_core.eviction.base import Head, PolicySpec
 from eps_core.models.rope import attention_factor, inverse_frequencies
 from eps_core.models.spec import ModelSpec
 
@@ -30,9 +30,9 @@ class Watcher(Protocol):
 class Observed:
     """One sequence's statistics, as far as `facts` ask for them. Fed by layer: a prompt's chunks, then steps."""
 
-    def __init__(self, backend: Backend, spec: ModelSpec, method_spec: MethodSpec) -> None:
+    def __init__(self, backend: Backend, spec: ModelSpec, policy_spec: PolicySpec) -> None:
         spec.require_full_attention("eviction")
-        self.backend, self.spec, self.method_spec = backend, spec, method_spec
+        self.backend, self.spec, self.policy_spec = backend, spec, policy_spec
         self.frequencies = inverse_frequencies(spec)
         layers, heads = range(spec.num_layers), range(spec.num_kv_heads)
         self._repeat = spec.num_heads // spec.num_kv_heads
@@ -47,14 +47,14 @@ class Observed:
         self.num_prompt = 0  # tokens of its prompt, where a decoder that evicts has adopted it
         self.future: list[np.ndarray] | None = None  # [L] of [Hkv, R, T] over a prompt's tokens: the oracle's
 
-    def of(self, method_spec: MethodSpec) -> "Observed":
+    def of(self, policy_spec: PolicySpec) -> "Observed":
         """As if only these had been asked for; the two go their own ways."""
-        one = Observed(self.backend, self.spec, method_spec)
-        if method_spec.sums:
+        one = Observed(self.backend, self.spec, policy_spec)
+        if policy_spec.sums:
             one._sums = [list(layer) for layer in self._sums]
-        if method_spec.squares:
+        if policy_spec.squares:
             one._squares = [list(layer) for layer in self._squares]
-        one._queries = [q[len(q) - min(len(q), method_spec.window) :] for q in self._queries]
+        one._queries = [q[len(q) - min(len(q), policy_spec.window) :] for q in self._queries]
         one._pairs, one._moduli = [pairs.copy() for pairs in self._pairs], [moduli.copy() for moduli in self._moduli]
         one._seen, one.future, one.num_prompt = list(self._seen), self.future, self.num_prompt
         return one
@@ -62,7 +62,7 @@ class Observed:
     def prompt(self, cache: Any, layer: int, q: Array, k: Array, length: int) -> None:
         """As `Watcher` has it."""
         num = len(q)
-        if self.method_spec.sums or self.method_spec.squares:
+        if self.policy_spec.sums or self.policy_spec.squares:
             for start in range(0, num, QUERY_ROWS):
                 rows = np.arange(start, min(start + QUERY_ROWS, num))
                 seen = np.arange(length) <= (length - num + rows)[:, None]
@@ -73,12 +73,12 @@ class Observed:
                     for head, values in enumerate(of_heads):
                         self._grow(into, layer, head, values)
         if self._keeps_queries:
-            keep = min(num, self.method_spec.window) if not self.method_spec.query_moments else num
+            keep = min(num, self.policy_spec.window) if not self.policy_spec.query_moments else num
             (last,) = self.backend.to_host(cache, [self.backend.take(cache, q, np.arange(num - keep, num))])
             self._remember(layer, last.astype(np.float32), length)
 
     def step(self, cache: Any, q: Array, keys: list[Array], ages: list[np.ndarray]) -> list[Array]:
-        """Return the arrays that `told` needs of a decoded token in one layer, still on the device: q [Hkv, R, D], and
+        """Return the arrays that `add` needs of a decoded token in one layer, still on the device: q [Hkv, R, D], and
         of each kv head keys [T, 1, D] of its rows, the new one last, where weights are asked for, and their `ages`
         [T]."""
         pending = []
@@ -88,10 +88,10 @@ class Observed:
             pending += [one.sum(axis=2) for one in self._powers(cache, given, ages[head][None])]
         return [*pending, q] if self._keeps_queries else pending
 
-    def given(self, layer: int, values: list[np.ndarray], length: int) -> None:
+    def add(self, layer: int, values: list[np.ndarray], length: int) -> None:
         """The values of `step`, on the host; `length` tokens so far."""
         found = iter(values)
-        if self.method_spec.sums or self.method_spec.squares:
+        if self.policy_spec.sums or self.policy_spec.squares:
             for head in range(self.spec.num_kv_heads):
                 for into in self._totals:
                     self._grow(into, layer, head, next(found)[0])
@@ -101,7 +101,7 @@ class Observed:
 
     @property
     def _keeps_queries(self) -> bool:
-        return self.method_spec.window > 0 or self.method_spec.query_moments
+        return self.policy_spec.window > 0 or self.policy_spec.query_moments
 
     def _own(self, cache: Any, q: np.ndarray, head: int) -> Array:
         """The queries [N, R, D] of one kv head, on the device."""
@@ -112,16 +112,16 @@ class Observed:
     def _totals(self) -> list[list[list[np.ndarray]]]:
         """Return the sums that `_powers` are added to, in their order."""
         return [
-            *([self._sums] if self.method_spec.sums else []),
-            *([self._squares] if self.method_spec.squares else []),
+            *([self._sums] if self.policy_spec.sums else []),
+            *([self._squares] if self.policy_spec.squares else []),
         ]
 
     def _powers(self, cache: Any, given: Array, ages: np.ndarray) -> list[Array]:
         """Weights, and their squares, as far as they are asked for: of N queries whose distances to T rows are `ages`
         [N, T]."""
-        found = [given] if self.method_spec.sums else []
-        if self.method_spec.squares:
-            counts = (ages >= self.method_spec.buffer).astype(np.float32)
+        found = [given] if self.policy_spec.sums else []
+        if self.policy_spec.squares:
+            counts = (ages >= self.policy_spec.buffer).astype(np.float32)
             found.append(given * given * self.backend.from_numpy(counts, "float32", cache.device))
         return found
 
@@ -133,7 +133,7 @@ class Observed:
 
     def _remember(self, layer: int, q: np.ndarray, length: int) -> None:
         """Queries [N, Hq, D] of the last N tokens."""
-        if self.method_spec.query_moments:
+        if self.policy_spec.query_moments:
             half = self.spec.head_dim // 2
             turned = q.astype(np.float64) / attention_factor(self.spec)
             back = np.exp(-1j * np.arange(length - len(q), length)[:, None] * self.frequencies)
@@ -141,16 +141,16 @@ class Observed:
             self._pairs[layer] += pairs.sum(axis=0)
             self._moduli[layer] += np.abs(pairs).sum(axis=0)
             self._seen[layer] += len(q)
-        if self.method_spec.window:
-            self._queries[layer] = np.concatenate([self._queries[layer], q])[-self.method_spec.window :]
+        if self.policy_spec.window:
+            self._queries[layer] = np.concatenate([self._queries[layer], q])[-self.policy_spec.window :]
 
     def head(self, cache: Any, layer: int, head: int, k: Array | None, positions: np.ndarray, length: int) -> Head:
         """Return all that a policy may ask of one kv head: its keys k [T, 1, D] as they lie in the cache (None: it asks
         for nothing of them), and whose they are."""
-        method_spec = self.method_spec
+        policy_spec = self.policy_spec
         kept: dict[str, np.ndarray] = {}
         heads = slice(head * self._repeat, (head + 1) * self._repeat)
-        if method_spec.window:
+        if policy_spec.window:
             q = self._queries[layer]
             own = self._own(cache, q, head)
             seen = np.less_equal(positions, np.arange(length - len(q), length)[:, None])
@@ -158,22 +158,22 @@ class Observed:
             some = seen.any(axis=1)
             (given,) = self.backend.to_host(cache, [self.backend.weights(cache, own, k, seen | ~some[:, None])])
             kept["window"] = np.where(some[:, None], given[0], np.float32(0))
-            if method_spec.queries:
+            if policy_spec.queries:
                 kept["queries"] = q[:, heads].transpose(1, 0, 2)
-        if method_spec.keys:
+        if policy_spec.keys:
             (keys,) = self.backend.to_host(cache, [k])
             kept["keys"] = keys[:, 0].astype(np.float32)
-        if method_spec.sums:
+        if policy_spec.sums:
             kept["sums"] = self._sums[layer][head]
-        if method_spec.squares:
+        if policy_spec.squares:
             kept["squares"] = self._squares[layer][head]
-        if method_spec.query_moments:
+        if policy_spec.query_moments:
             count = max(self._seen[layer], 1)
             kept["query_mean"] = self._pairs[layer][heads] / count
             kept["query_abs"] = self._moduli[layer][heads] / count
-        if method_spec.query_moments or method_spec.keys:
+        if policy_spec.query_moments or policy_spec.keys:
             kept["frequencies"] = self.frequencies
-        if method_spec.future:
+        if policy_spec.future:
             require(
                 self.future is not None,
                 "policy oracle keeps what queries to come ask for, which an evaluation alone knows: choose another",

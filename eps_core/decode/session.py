@@ -77,8 +77,8 @@ class Session:
         **settings: Any,
     ) -> Self:
         """A model as `resolve_model` reads it, None for the demo model, on a backend. EPS as `config` says, or flat
-        `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. `verify`, a Verify or its mode
-        "tokens", makes every text the dense one: sparse steps then only draft. Everything that can be refused
+        `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. `verify`, a SpeculativeConfig or
+        its mode "tokens", makes every text the dense one: sparse steps then only draft. Everything that can be refused
         is refused here; the weights are read when the decoder is first asked for. dtype auto: as stored, but float32 on
         a CPU, unless it is bfloat16 that Torch and the CPU multiply natively and nothing is verified; kv_dtype auto: as
         dtype; kv_bits of K and of V, 16: as they are (`config.formats`). `cache_dir` keeps prompts between runs."""
@@ -138,8 +138,8 @@ class Session:
         print(f"{fault}: array operations instead", file=sys.stderr)
 
     def check_kernels(self, cache_config: CacheConfig, verified: bool = False) -> None:
-        """Compiles the kernels that a cache of `store` takes, in verified decoding too where it is `verified`, and
-        compares them with array operations, once: before anything is timed or trusted."""
+        """Compiles the kernels that a cache of `cache_config` takes, in verified decoding too where it is `verified`,
+        and compares them with array operations, once: before anything is timed or trusted."""
         emulated = self.device == "cpu" and self.kernels != "numba"  # a GPU's kernels in a test
         if self.kernels == "arrays" or emulated or {(cache_config, verified), (cache_config, True)} & self.checked:
             return
@@ -230,7 +230,7 @@ class Session:
         return steps if stored is None else stored.saving(steps, pool, prompts)
 
     def stored(self, cache_config: CacheConfig) -> StoredPrompts | None:
-        """The files of prompts in caches of `store`, where they are kept."""
+        """The files of prompts in caches of `cache_config`, where they are kept."""
         if self.cache_dir is None:
             return None
         return stored_prompts(

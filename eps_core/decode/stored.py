@@ -207,7 +207,7 @@ def weights_digest(path: Path) -> str:
 def stored_prompts(
     folder: Path, backend: Backend, path: Path, spec: ModelSpec, cache_config: CacheConfig, **settings: Any
 ) -> StoredPrompts:
-    """The files in `folder` of the model at `path`, for caches of `store`; `settings`: what else its K depends
+    """The files in `folder` of the model at `path`, for caches of `cache_config`; `settings`: what else its K depends
     on."""
     identity = {
         "weights": weights_digest(path),

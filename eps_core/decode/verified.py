@@ -300,8 +300,9 @@ def verified(
     clock: Callable[[], float] = time.perf_counter,
     ended: Container[int] = (),
 ) -> Generator[RoundRecord, None, Any]:
-    """`generate` whose text is the dense one, a round at a time: `read` says how drafts read the cache, `verify` how
-    they are made, `drafter` with which decoder (of the same cache; None: this one). Everything else as there."""
+    """`generate` whose text is the dense one, a round at a time: `selection_config` says how drafts read the cache,
+    `verify` how they are made, `drafter` with which decoder (of the same cache; None: this one). Everything else as
+    there."""
     check_prompts(prompts)
     sequences = dict(enumerate(written or ()))
     own = written is None

@@ -97,16 +97,16 @@ def _decode(
     name: str,
     filled: Prefilled,
     on_record: Callable[[Any], None] | None = None,
-    always_selected: list[list[int]] | None = None,
+    forced: list[list[int]] | None = None,
 ) -> Outcome:
     """One side's decode of the prompts; each step's record is handed over as it comes. What it wrote is taken back."""
     request, held, documents = job.request, filled[name], job.documents
     ttft_ms: float | None = None
     started = time.perf_counter()
-    if always_selected is not None:
+    if forced is not None:
         documents = [
-            replace(one, num_steps=len(tokens), always_selected=tokens[:-1])
-            for one, tokens in zip(documents, always_selected, strict=True)
+            replace(one, num_steps=len(tokens), forced=tokens[:-1])
+            for one, tokens in zip(documents, forced, strict=True)
         ]
 
     def first_of(record: StepRecord | RoundRecord) -> None:
@@ -307,7 +307,7 @@ def _divergence(job: Job, filled: Prefilled, dense: Outcome) -> dict[str, float 
         agree.extend((got.argmax(-1) == want.argmax(-1)).tolist())
         record.logits = None  # a vocabulary a step: not to be held for the whole run
 
-    _decode(job, "kl", filled, on_record, always_selected=dense.tokens)
+    _decode(job, "kl", filled, on_record, forced=dense.tokens)
     return {
         "kl_mean": float(np.mean(values)) if values else None,
         "kl_max": max(values, default=None),

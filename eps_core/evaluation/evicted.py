@@ -29,25 +29,25 @@ class EvictedCaches(Caches):
     def fill(self, job: Job, on_prefill: OnPrefill) -> Prefilled:
         request, session, started = job.request, job.session, time.perf_counter()
         decoder, cache, pools = evicting(session, *self._made_of(job))
-        outcomes: Prefilled = {name: _Held(cache, pools, decoder=decoder) for name in ("eps", "kl")}
+        held: Prefilled = {name: _Held(cache, pools, decoder=decoder) for name in ("eps", "kl")}
         for index, one in enumerate(job.documents):
-            observed = Observed(session.backend, session.spec, request.keep.method_spec)
+            observed = Observed(session.backend, session.spec, request.keep.policy_spec)
             prefix = session.prefix(one.prompt[:-1], request.prefill_chunk, observed, report_of(on_prefill, index))
             if job.both:
-                if not index:  # late: the prefill has evict its own cache
-                    outcomes["dense"] = Held(*job.dense.cache(*job.room(job.dense_store)))
-                dense = outcomes["dense"]
+                if not index:  # late: the prefill has released its own cache
+                    held["dense"] = Held(*job.dense.cache(*job.room(job.dense_store)))
+                dense = held["dense"]
                 sequence, dense.cache = prefix.into(session.backend, dense.cache, dense.pool, one.num_steps)
                 dense.written.append(sequence)
             for name in ("eps", "kl")[: 1 + request.kl]:
-                own = observed.of(observed.method_spec)
+                own = observed.of(observed.policy_spec)
                 kept, cache = decoder.adopt(cache, prefix.keys_values, len(prefix.tokens), own)
-                outcomes[name].written.append(kept)
-        outcomes["eps"].cache = outcomes["kl"].cache = cache
+                held[name].written.append(kept)
+        held["eps"].cache = held["kl"].cache = cache
         ms = 1000 * (time.perf_counter() - started)
-        for side in outcomes.values():
+        for side in held.values():
             side.ms = ms
-        return outcomes
+        return held
 
     def _made_of(self, job: Job) -> tuple[EvictionConfig, CacheConfig, list[int], int]:
         """Return the arguments that the cache is made from: with `--kl` the prompts are kept for a second decode."""

@@ -39,14 +39,14 @@ class Parting:
     verified_margin: float | None
 
 
-def partings(dense: Outcome, backend: Outcome) -> list[Parting]:
+def partings(dense: Outcome, sparse: Outcome) -> list[Parting]:
     """Return the parting of every prompt that is continued otherwise than densely."""
     margins: list[dict[int, list[float]]] = [{}, {}]
-    for by_prompt, side in zip(margins, (dense, backend), strict=True):
+    for by_prompt, side in zip(margins, (dense, sparse), strict=True):
         for prompt, _, margin in side.margins:
             by_prompt.setdefault(prompt, []).append(margin)
     found = []
-    for prompt, (a, b) in enumerate(zip(dense.tokens, backend.tokens, strict=True)):
+    for prompt, (a, b) in enumerate(zip(dense.tokens, sparse.tokens, strict=True)):
         if a != b:
             pairs = enumerate(zip(a, b, strict=False))
             at = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
@@ -63,35 +63,35 @@ def prompt_line(lengths: Sequence[int], answer: str | None) -> str:
     return f"prompt  {lengths[0]:,} tokens{kind}\n"
 
 
-def alike(dense: Outcome | None, backend: Outcome | None) -> list[bool] | None:
+def alike(dense: Outcome | None, sparse: Outcome | None) -> list[bool] | None:
     """Return whether both sides said the same, of each prompt; None where one did not run."""
-    if dense is None or backend is None:
+    if dense is None or sparse is None:
         return None
-    return [a == b for a, b in zip(backend.tokens, dense.tokens, strict=True)]
+    return [a == b for a, b in zip(sparse.tokens, dense.tokens, strict=True)]
 
 
 def report(
     ran: Ran,
     dense: Outcome | None,
-    backend: Outcome | None,
+    sparse: Outcome | None,
     out: TextIO,
     divergence: dict[str, float | None] | None = None,
     layer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes the table to `out`; returns the last line's object. `layer` is one layer of a large model."""
     divergence = divergence or {}
-    main, same = backend or dense, alike(dense, backend)
+    main, same = sparse or dense, alike(dense, sparse)
     assert main is not None
     alone = len(ran.prompt_lengths) == 1
     checks: list[tuple[str, str | None, str | None]] = []
     if ran.answer is not None:
-        answered = [_yes(side.texts[0].startswith(ran.answer)) if side else None for side in (dense, backend)]
+        answered = [_yes(side.texts[0].startswith(ran.answer)) if side else None for side in (dense, sparse)]
         checks.append(("needle answered", answered[0], answered[1]))
     if same is not None:
         checks.append(
             ("tokens equal to dense", None, _yes(same[0]) if alone else f"{sum(same)} of {len(same)} prompts")
         )
-    parted = partings(dense, backend) if dense and backend and ran.verify.enabled else []
+    parted = partings(dense, sparse) if dense and sparse and ran.verify.enabled else []
     for one in parted:
         margins = " and ".join(f"{m:.2g}" for m in (one.dense_margin, one.verified_margin) if m is not None)
         plan = f"  not from new token {one.token + 1}" + ("" if alone else f" of prompt {one.prompt + 1}")
@@ -103,9 +103,9 @@ def report(
         ("prompt tokens loaded", "tokens_loaded", "{:,}"), ("time to first token, ms", "ttft_ms", "{:,.0f}"),
     ):  # fmt: skip
         if main.stored:
-            shown = [show.format(side.stored[field]) if side and side.stored else None for side in (dense, backend)]
+            shown = [show.format(side.stored[field]) if side and side.stored else None for side in (dense, sparse)]
             checks.append((name, shown[0], shown[1]))
-    dense_summary, eps_summary = dense.summary() if dense else None, backend.summary() if backend else None
+    dense_summary, eps_summary = dense.summary() if dense else None, sparse.summary() if sparse else None
     hybrid = None if ran.sparse_layers_of is None or ran.of_model is None else (ran.sparse_layers_of, ran.of_model)
     table = terminal.run_table(dense_summary, eps_summary, checks, layer, out, ran.labels, hybrid)
     out.write(f"\n{table}\n")
@@ -123,24 +123,24 @@ def report(
         "tokens_equal": None if same is None else all(same),
         "bytes_ratio": eps_summary["bytes_ratio"] if eps_summary else None,
         "dense": terminal.outcome_json(_warned(dense), dense_summary) if dense and dense_summary else None,
-        "eps": _eps_json(ran, backend, eps_summary) if backend and eps_summary else None,
+        "eps": _eps_json(ran, sparse, eps_summary) if sparse and eps_summary else None,
         **({"partings": [asdict(one) for one in parted]} if ran.verify.enabled else {}),
         **divergence,
-        **_stored_json(dense, backend),
+        **_stored_json(dense, sparse),
         **({} if layer is None else {"layer": layer}),
         **({} if alone else {"sequences": _sequences(ran, main, dense, same)}),
     }
 
 
-def _stored_json(dense: Outcome | None, backend: Outcome | None) -> dict[str, Any]:
+def _stored_json(dense: Outcome | None, sparse: Outcome | None) -> dict[str, Any]:
     """Return the counts of what each side took from stored prompts, where these are kept."""
-    given = {name: side.stored for name, side in (("dense", dense), ("eps", backend)) if side and side.stored}
+    given = {name: side.stored for name, side in (("dense", dense), ("eps", sparse)) if side and side.stored}
     return {"stored": given} if given else {}
 
 
-def _eps_json(ran: Ran, backend: Outcome, summary: dict[str, Any]) -> dict[str, Any]:
+def _eps_json(ran: Ran, sparse: Outcome, summary: dict[str, Any]) -> dict[str, Any]:
     verify = ran.verify if ran.verify.enabled else None
-    return {"label": ran.labels[1]} | terminal.outcome_json(_warned(backend), summary, ran.config, verify)
+    return {"label": ran.labels[1]} | terminal.outcome_json(_warned(sparse), summary, ran.config, verify)
 
 
 def _warned(side: Outcome) -> list[int] | None:

@@ -103,8 +103,8 @@ class RunRequest:
             "--kl measures how far EPS moves the text and --eps-verify moves none: drop one",
         )
         for name, on, why in (
-            ("--eps-verify", self.verify.enabled, "a dense pass needs all that was evict"),
-            ("--audit-every", self.audit_every > 0, "an audit attends densely to all that was evict"),
+            ("--eps-verify", self.verify.enabled, "a dense pass needs all that was evicted"),
+            ("--audit-every", self.audit_every > 0, "an audit attends densely to all that was evicted"),
             ("--pool-tokens", self.pool_tokens is not None, "its cache is made for what is kept"),
             ("--cache-dir", self.cache_dir is not None, "what is left of a prompt is no prefix of another"),
         ):

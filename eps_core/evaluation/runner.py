@@ -43,7 +43,7 @@ class Document:
 
     prompt: list[int]
     num_steps: int
-    always_selected: list[int] | None = None  # what the steps after the first are fed
+    forced: list[int] | None = None  # what the steps after the first are fed
     stop: tuple[int, ...] = ()
 
     @classmethod
@@ -76,7 +76,7 @@ class Outcome:
         return np.array([record.logits for record in self.records])
 
     def against(self, dense: "Outcome") -> None:
-        """Compares step by step with a dense decode that was fed the same; its own logits are evicted."""
+        """Compares step by step with a dense decode that was fed the same; its own logits are dropped."""
         want, got = dense.logits, self.logits
         self.kl, self.agree = kl_divergence(want, got), want.argmax(-1) == got.argmax(-1)
         for record in self.records:
@@ -128,7 +128,7 @@ def decode(
     prompts, stop = [one.prompt for one in documents], documents[0].stop
     num_steps, outcome = max(one.num_steps for one in documents), Outcome(said=[[] for _ in documents])
     if verify.enabled and selection_config is not None and cache.cache_config.enabled:
-        assert documents[0].always_selected is None, "a verified decode says what it says: it cannot be forced"
+        assert documents[0].forced is None, "a verified decode says what it says: it cannot be forced"
         session.check_kernels(cache.cache_config, verified=True)
         known = {name: more[name] for name in ("prefill_chunk", "on_prefill", "written") if name in more}
         rounds = verified(
@@ -136,13 +136,13 @@ def decode(
             drafter=session.drafter(verify), **known,
         )  # fmt: skip
         return outcome, _drain(rounds, outcome.rounds, outcome.said, stop, on_record)
-    always_selected = None
-    if documents[0].always_selected is not None:
+    forced = None
+    if documents[0].forced is not None:
         # the token after a text's last one is never fed: any will do
-        always_selected = [[*(one.always_selected or ()), one.prompt[-1]] for one in documents]
+        forced = [[*(one.forced or ()), one.prompt[-1]] for one in documents]
     steps = generate(
         decoder or session.decoder, cache, pool, prompts, num_steps, sampling, selection_config, stop_tokens=stop,
-        always_selected_tokens=always_selected, **more,
+        forced_tokens=forced, **more,
     )  # fmt: skip
     return outcome, _drain(steps, outcome.records, outcome.said, stop, on_record)
 
@@ -184,7 +184,7 @@ def run_batch(
     variant's decode would then find for the next one, each has a cache of its own."""
     room = max(one.num_steps for one in documents)
     num_tokens = max(len(prefix.tokens) for prefix in prefixes) + room
-    texts = documents[0].always_selected is not None
+    texts = documents[0].forced is not None
     found: dict[K, Outcome] = {}
     short = sum(len(prefix.tokens) for prefix in prefixes) < CENTRE_TOKENS
     for cache_config, mine in _groups(variants, short):

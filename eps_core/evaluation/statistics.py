@@ -66,8 +66,8 @@ def mcnemar_exact(first_only: int, second_only: int) -> float:
     if first_only < 0 or second_only < 0:
         raise ValueError(f"counts {first_only} and {second_only} must not be negative")
     differing = first_only + second_only
-    correction = sum(math.comb(differing, k) for k in range(min(first_only, second_only) + 1))
-    return min(1.0, 2 * correction / 2**differing)
+    tail = sum(math.comb(differing, k) for k in range(min(first_only, second_only) + 1))
+    return min(1.0, 2 * tail / 2**differing)
 
 
 def sign_test(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
@@ -91,10 +91,10 @@ def wilson_interval(successes: int, total: int, level: float = 0.95) -> tuple[fl
     z = NormalDist().inv_cdf((1 + level) / 2)
     share = successes / total
     scale = 1 + z * z / total
-    centroid = (share + z * z / (2 * total)) / scale
+    centre = (share + z * z / (2 * total)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     # exactly 0 and 1 at the ends, where rounding would leave 1e-17
-    return (0.0 if successes == 0 else centroid - half), (1.0 if successes == total else centroid + half)
+    return (0.0 if successes == 0 else centre - half), (1.0 if successes == total else centre + half)
 
 
 def _check(values: np.ndarray, level: float) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from eps_core.eviction.base import (
     Head,
     Kept,
-    MethodSpec,
+    PolicySpec,
     Rule,
     descending,
     made_exact,
@@ -23,7 +23,7 @@ from eps_core.eviction.snapkv import judged
 KERNEL = 7  # tokens over which a weight is the largest
 SAFE_SHARE = 0.2  # floor_alpha: part of a head's rows that is its even budget, whatever other heads score
 NORMALISED = True  # scores are multiplied by the share of a head's mass that its even budget would hold
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="Ada-KV, arXiv 2407.11550, code FFY0/AdaKV, as in KVCache-Factory",
     deviations="rounded budgets are brought to the exact sum; kvpress has another budget rule and averages over 5",
     window=32,

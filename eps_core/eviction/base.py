@@ -3,7 +3,7 @@ and how scores become kept rows.
 
 A policy is a module with `SPEC` and `keep(layers, budget, rule)`: of the heads `layers[l][h]` the rows that each
 keeps, ascending. A `budget` is the rows that a head keeps: exactly min(budget, T) of T, or, where heads may differ
-(`MethodSpec.uneven`), that many a head on average (`rows_in_all`). What a paper keeps besides its scores, sinks and the
+(`PolicySpec.uneven`), that many a head on average (`rows_in_all`). What a paper keeps besides its scores, sinks and the
 latest tokens, is here the rule's pinned rows, the same for every policy.
 
 Statistics are rounded to float32, scores are computed of them in float64 and rounded to float32 before they are
@@ -50,7 +50,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class MethodSpec:
+class PolicySpec:
     """Facts of a policy: what must be gathered for it, and when it evicts."""
 
     source: str  # paper and code; a reconstruction where it says so

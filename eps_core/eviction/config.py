@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import require
-from eps_core.eviction.base import MethodSpec, Rule
+from eps_core.eviction.base import PolicySpec, Rule
 from eps_core.eviction.table import policy
 from eps_core.io import records
 from eps_core.kv_cache.heads import COMPACTIONS
@@ -21,7 +21,7 @@ class EvictionConfig:
     `policy`: off, or the rule that says which rows a head keeps. `share`: of a prompt's tokens, rows a head keeps at
     the end of its prefill (up to 1), or a number of rows; of a policy that keeps the prompt, a number of generated
     tokens. `every`: while decoding, heads that grew by so many rows over that are brought back to it, where the policy
-    goes on; 0: never. `num_sink_tokens`, `num_recent_tokens`: never evicted; None: as many as the policy's `MethodSpec`
+    goes on; 0: never. `num_sink_tokens`, `num_recent_tokens`: never evicted; None: as many as the policy's `PolicySpec`
     say. `compact`: how the rows that stay are brought together while decoding: `repack` in the order of the tokens,
     `fill` by moving the fewest.
     """
@@ -53,12 +53,12 @@ class EvictionConfig:
             f"kv-recent-tokens {self.num_recent_tokens} would let a head go empty: use 1 or more",
         )
         require(
-            not self.enabled or not self.method_spec.prompt or self.share > 1,
+            not self.enabled or not self.policy_spec.prompt or self.share > 1,
             f"kv-keep {self.share} is a share of the prompt, of which {self.policy} keeps all: give a number of "
             "generated tokens, 2 or more",
         )
         require(
-            not self.enabled or self.every > 0 or self.method_spec.at_prefill,
+            not self.enabled or self.every > 0 or self.policy_spec.at_prefill,
             f"kv-every 0 never evicts, and {self.policy} does so while decoding alone: give a number of rows",
         )
         Rule(self.num_sink_tokens, seed=self.seed)  # refuses what else is wrong with it
@@ -72,20 +72,20 @@ class EvictionConfig:
         return self.policy != OFF
 
     @property
-    def method_spec(self) -> MethodSpec:
-        method_spec: MethodSpec = policy(self.policy).SPEC
-        return method_spec
+    def policy_spec(self) -> PolicySpec:
+        policy_spec: PolicySpec = policy(self.policy).SPEC
+        return policy_spec
 
     def rule(self, budget: int) -> Rule:
         """Return the rule of the rows that are pinned where a head keeps `budget` rows."""
-        last = self.method_spec.num_recent_tokens if self.num_recent_tokens is None else self.num_recent_tokens
+        last = self.policy_spec.num_recent_tokens if self.num_recent_tokens is None else self.num_recent_tokens
         return Rule(self.num_sink_tokens, int(last * budget) if last < 1 else int(last), self.seed)
 
     @property
     def _pinned(self) -> int:
         """The fewest rows among which all that is pinned fits."""
         last = (
-            self.method_spec.num_recent_tokens
+            self.policy_spec.num_recent_tokens
             if self.enabled and self.num_recent_tokens is None
             else self.num_recent_tokens or 0
         )
@@ -94,14 +94,14 @@ class EvictionConfig:
     @property
     def even_at_prefill(self) -> bool:
         """Return whether every head holds `rows` of a prompt from the start."""
-        return self.enabled and self.method_spec.at_prefill and not self.method_spec.uneven
+        return self.enabled and self.policy_spec.at_prefill and not self.policy_spec.uneven
 
     def rows(self, num_tokens: int) -> int:
         """Rows that a head keeps of a prompt of `num_tokens` tokens, and is brought back to while it goes on: at least
         those that are never evicted, of which a short prompt has fewer. Policies that divide rows unevenly keep so many
         on average. Where a policy keeps the prompt, `num_tokens` are all of it but the last, which the first step
         reads."""
-        if self.enabled and self.method_spec.prompt:
+        if self.enabled and self.policy_spec.prompt:
             return num_tokens + 1 + max(int(self.share), self.rule(0).num_recent_tokens)
         wanted = math.ceil(self.share * num_tokens) if self.share <= 1 else int(self.share)
         return max(1, wanted, self._pinned)
@@ -110,7 +110,7 @@ class EvictionConfig:
         """Rows that a head may ever hold of a prompt of `num_tokens` tokens that goes on for `num_new`. Where policies
         divide rows unevenly, one head may hold all of them."""
         start = min(self.rows(num_tokens), num_tokens) if self.even_at_prefill else num_tokens
-        if not (self.enabled and self.every and self.method_spec.while_decoding) or self.method_spec.uneven:
+        if not (self.enabled and self.every and self.policy_spec.while_decoding) or self.policy_spec.uneven:
             return start + num_new
         return min(start + num_new, max(start, self.rows(num_tokens) + self.every))
 

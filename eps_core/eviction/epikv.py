@@ -9,7 +9,7 @@ import numpy as np
 from eps_core.eviction.base import (
     Head,
     Kept,
-    MethodSpec,
+    PolicySpec,
     Rule,
     best_of_each,
     by_position,
@@ -21,7 +21,7 @@ from eps_core.eviction.base import (
 
 WINDOW = 64  # rows of the rolling z-score, this one included: our choice
 POSITIVE, NEGATIVE = (0.25, 0.5), (0.5, 0.75)  # depths of lower-mid layers, which add, and upper-mid ones: our choice
-SPEC = MethodSpec(source="EpiKV, arXiv 2606.26472", deviations="a reconstruction of its abstract", keys=True)
+SPEC = PolicySpec(source="EpiKV, arXiv 2606.26472", deviations="a reconstruction of its abstract", keys=True)
 
 
 def layer_weights(num_layers: int) -> np.ndarray:

@@ -4,9 +4,9 @@ Sums over all queries favour early rows, which more queries have seen: the paper
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, best_of_each, rounded
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, best_of_each, rounded
 
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="H2O, arXiv 2306.14048, code FMInference/H2O",
     deviations="weights are summed over a kv head's query heads; rows go at the end of prefill and then many at a time",
     num_recent_tokens=0.5,  # heavy_ratio and recent_ratio are equal

@@ -6,12 +6,12 @@ queries stand for the guess, keys are skewed by the cache's own spectrum, and it
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, best_of_each, descending, rounded, seen
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, best_of_each, descending, rounded, seen
 
 PARTIAL = 0.1  # share of the head dim that the speculation reads
 MARGIN = 5.0  # alpha, logits below a query's largest that are still fetched
 MOST = 0.2  # of the rows, fetched by one query
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="InfiniGen, arXiv 2406.19707",
     deviations="a reconstruction as an eviction; thresholds by query head, not head 0's",
     window=8,

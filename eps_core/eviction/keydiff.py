@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from eps_core.eviction.base import FLAT, Head, Kept, MethodSpec, Rule, best_of_each, rounded
+from eps_core.eviction.base import FLAT, Head, Kept, PolicySpec, Rule, best_of_each, rounded
 
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="KeyDiff, arXiv 2504.15364, as kvpress has it, over keys as cached, after RoPE",
     deviations="the 32 newest rows are pinned; kvpress pins none",
     keys=True,

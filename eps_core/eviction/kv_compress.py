@@ -8,7 +8,7 @@ import numpy as np
 from eps_core.eviction.base import (
     Head,
     Kept,
-    MethodSpec,
+    PolicySpec,
     Rule,
     by_position,
     neighbours,
@@ -20,7 +20,7 @@ from eps_core.eviction.base import (
 
 BLOCK = 16  # rows that a freed block held
 KERNEL = 7  # tokens over which a query head's metric is the largest
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="KV-Compress, arXiv 2410.00161, code IsaacRe/vllm-kvcompress",
     deviations=(
         "the last block is cut, for exact budgets; while decoding the window moves on, where the code adds every new "

@@ -3,10 +3,10 @@ buffer: a row's nearest queries, which give it most, do not count)."""
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, rounded
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, rounded
 from eps_core.eviction.kv_compress import free_blocks
 
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="KV-Compress, arXiv 2410.00161, KVC-full of code IsaacRe/vllm-kvcompress",
     deviations="the last block is cut, for exact budgets",
     squares=True,

@@ -9,13 +9,13 @@ today's from below and most need not be computed again (lazy greedy; Minoux 1978
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, descending, pinned, ranked, rounded
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, descending, pinned, ranked, rounded
 
 RIDGE = 0.01  # lambda over the mean eigenvalue of the sum of k k^T over all rows
 FLOOR = 1e-12  # of 1 - h: below, rounding has eaten its digits
 BLOCK = 64  # rows that go between two looks at the leverages
 RISE = 1e-6  # a share far above the rounding of a leverage: an earlier one bounds today's to within it
-SPEC = MethodSpec(source="log-determinant lemma", deviations="a reconstruction for caches", keys=True)
+SPEC = PolicySpec(source="log-determinant lemma", deviations="a reconstruction for caches", keys=True)
 
 
 def factor(keys: np.ndarray, ridge: float) -> np.ndarray:

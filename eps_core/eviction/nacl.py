@@ -5,11 +5,11 @@ tokens, is the rule's pinned rows."""
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, descending, draws, pinned, ranked, rounded
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, descending, draws, pinned, ranked, rounded
 
 TOKENS_PER_PROXY = 100  # of the prompt
 BEST, DRAWN = 12, 7  # per cent of the prompt; a budget beyond the pinned rows is split in this proportion
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="NACL, arXiv 2408.03675, code PaddlePaddle/Research",
     deviations="at most 64 proxies, causal among themselves",
     window=64,

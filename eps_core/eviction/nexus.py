@@ -6,12 +6,12 @@ sample without replacement by weights w."""
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, best_of_each, draws, rounded
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, best_of_each, draws, rounded
 from eps_core.eviction.keydiff import unit_keys
 
 HOPS = 2  # steps of the walk: our choice, of the paper's 1 to 3
 WALKED = 0.5  # gamma, the share of weight that comes over the walk: our choice
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="Nexus Sampling, arXiv 2606.23961",
     deviations="a reconstruction but for the key u^(1/w)",
     window=32,

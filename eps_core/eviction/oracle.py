@@ -4,9 +4,9 @@ Of the mass that a head keeps under an even budget no policy does better; of the
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, best_of_each, rounded
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, best_of_each, rounded
 
-SPEC = MethodSpec(source="the weights that dense attention gives afterwards", future=True, while_decoding=False)
+SPEC = PolicySpec(source="the weights that dense attention gives afterwards", future=True, while_decoding=False)
 
 
 def scores(head: Head) -> np.ndarray:

@@ -3,11 +3,11 @@ kvpress has it)."""
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, best, made_exact, pinned, rows_in_all
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, best, made_exact, pinned, rows_in_all
 from eps_core.eviction.snapkv import scores
 
 STEEPNESS = 20  # beta: the last layer's rows are the mean's by this
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="PyramidKV, arXiv 2406.02069, formula and window of kvpress",
     deviations=(
         "rounded budgets are brought to the exact sum; the paper's code (KVCache-Factory) adds the window to a layer's "

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, best_of_each, draws
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, best_of_each, draws
 
-SPEC = MethodSpec(source="uniform draws by (seed, layer, kv head, position)")
+SPEC = PolicySpec(source="uniform draws by (seed, layer, kv head, position)")
 
 
 def scores(head: Head, layer: int, kv_head: int, rule: Rule) -> np.ndarray:

@@ -5,7 +5,7 @@ import numpy as np
 from eps_core.eviction.base import (
     Head,
     Kept,
-    MethodSpec,
+    PolicySpec,
     Rule,
     best_of_each,
     by_position,
@@ -21,7 +21,7 @@ SIMILAR = 0.5  # a cosine above says the same again
 KERNEL = 7  # tokens over which importance is the largest
 ROUNDING = 1e-4  # of a cosine in float32, and more: nearer to SIMILAR it is computed again in float64
 COLUMNS = 512  # keys compared at a time: bounds memory, changes nothing
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="R-KV, arXiv 2505.24133, code Zefan-Cai/R-KV",
     deviations="the 32 newest rows are pinned, where the code pins its window of 8; importance is of those before",
     window=8,

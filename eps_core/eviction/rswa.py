@@ -10,9 +10,9 @@ It belongs to models trained with this mask. Here nothing is trained: what an un
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, best_of_each
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, best_of_each
 
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="R-SWA, arXiv 2606.23050, code vLLM models/unlimited_ocr.py",
     deviations="for models trained so; here nothing is trained",
     at_prefill=False,

@@ -5,9 +5,9 @@ in which it is not. Its batches of dropped tokens are here the tokens between tw
 
 import numpy as np
 
-from eps_core.eviction.base import FLAT, Head, Kept, MethodSpec, Rule, best_of_each, rounded, seen
+from eps_core.eviction.base import FLAT, Head, Kept, PolicySpec, Rule, best_of_each, rounded, seen
 
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="Scissorhands, arXiv 2305.17118",
     deviations="weights at or above 1/n are counted, as in cold-compress",
     window=64,

@@ -3,10 +3,10 @@ and its code's defaults)."""
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, best_of_each, neighbours, older, rounded
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, best_of_each, neighbours, older, rounded
 
 KERNEL = 5  # tokens over which weights are averaged, so that a fact is kept with what stands around it
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="SnapKV, arXiv 2404.14469, code FasterDecoding/SnapKV",
     deviations="mean over a kv head's query heads, as in kvpress; kvpress's default window is 64",
     window=32,

@@ -4,9 +4,9 @@ Keys keep the rotation of the positions at which they were read, where the paper
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, best_of_each
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, best_of_each
 
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="StreamingLLM, arXiv 2309.17453, code mit-han-lab/streaming-llm",
     deviations="positions stay absolute, as in kvpress",
 )

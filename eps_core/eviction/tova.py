@@ -3,9 +3,9 @@
 
 import numpy as np
 
-from eps_core.eviction.base import Head, Kept, MethodSpec, Rule, best_of_each, require_same_positions, rounded
+from eps_core.eviction.base import Head, Kept, PolicySpec, Rule, best_of_each, require_same_positions, rounded
 
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="TOVA, arXiv 2401.06104, code schwartz-lab-NLP/TOVA",
     deviations="the 32 newest rows are pinned; the source pins none, kvpress one",
     window=1,

@@ -6,7 +6,7 @@ import numpy as np
 from eps_core.eviction.base import (
     Head,
     Kept,
-    MethodSpec,
+    PolicySpec,
     Rule,
     best_of_each,
     given,
@@ -17,7 +17,7 @@ from eps_core.eviction.base import (
 )
 
 DISTANCES = 2.0 ** np.arange(17)  # tokens ahead of the newest: 1, 2, 4, .., 65536
-SPEC = MethodSpec(
+SPEC = PolicySpec(
     source="TriAttention, code WeianMao/triattention; selection per kv head, mean over layers, its default",
     deviations="moments of the sequence's own queries instead of a calibration",
     keys=True,

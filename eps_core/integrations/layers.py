@@ -165,14 +165,14 @@ class SparseAttention:
             step.fallbacks[reason] += len(plan.lengths)
 
     def settle(self) -> None:
-        """Counts every step of which all layers were there, and evicts their caches; waits for the device once. A
+        """Counts every step of which all layers were there, and releases their caches; waits for the device once. A
         forward may be under way: it is counted when it is over."""
         with self._lock:
             self._end_whole()
             self._collect()
 
     def let_go(self, cache: Any) -> None:
-        """Ends what a cache that is given back was in the middle of, and evicts it; waits for the device once."""
+        """End the unfinished step of a cache that is given back, and release the cache; waits for the device once."""
         with self._lock:
             if id(cache) in self._steps:
                 self._end(self._steps[id(cache)])
@@ -223,14 +223,14 @@ class SparseAttention:
                 self.rounds.reset()
 
     def take_records(self) -> list[StepRecord]:
-        """The records kept so far, which are then evicted."""
+        """Return and clear the records kept so far."""
         with self._lock:
             self.settle()
             records, self.records = self.records, []
             return records
 
     def take_rounds(self) -> list[RoundRecord]:
-        """The rounds of verified decoding kept so far, which are then evicted."""
+        """Return and clear the rounds of verified decoding kept so far."""
         with self._lock:
             rounds, self.round_records = self.round_records, []
             return rounds

@@ -46,7 +46,7 @@ class Settings:
     def of(cls, flat: Mapping[str, Any]) -> Self:
         """Make settings from `EpsConfig.of`'s names and `metrics`, `audit_every`, `kernels`, `verify` (a mode), `draft`
         (a number or "auto"), `draft_most`, .. (`VERIFY`). Raises ConfigError for what is misspelt or out of range."""
-        given = dict(flat)
+        given = current_settings(flat)
         extras = {name: given.pop(name) for name in EXTRAS if given.get(name) is not None}
         given = {name: value for name, value in given.items() if name not in EXTRAS}
         unknown = sorted(set(given) - set(FLAT))

@@ -108,7 +108,7 @@ class Rounds:
         self._begun = 0  # rounds
 
     def config(self, config: EpsConfig) -> EpsConfig:
-        """Return how drafts read."""
+        """Return the config of draft steps."""
         return EpsConfig.over(config.cache_config, self.verify.draft_selection(config.selection_config))
 
     def begin(self, cache: Any, config: EpsConfig, length: int, room: int, reason: str | None = None) -> int:
@@ -126,7 +126,7 @@ class Rounds:
         return 0 if self._why is not None else max(min(self._gamma, room - 1), 0)
 
     def drafted(self) -> None:
-        """Return all drafts are made; waits for the device."""
+        """Record that the round's drafts are made; waits for the device."""
         now = self._gate()
         self._draft_bytes = tuple(after - before for after, before in zip(now, self._seen, strict=True))
         self._seen, self._drafted_at = now, self._clock()

@@ -60,7 +60,7 @@ def check(name: str, value: Any, kind: Any) -> None:
 
 
 def read_record(kind: Any, values: Any, place: str, fix: str) -> Any:
-    """`values` as `kind`; ConfigError names `where`, the field and what is wrong."""
+    """`values` as `kind`; ConfigError names `place`, the field and what is wrong."""
     try:
         return convert(values, kind)
     except ValueError as error:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from eps_core.errors import require
+
 SCHEMA = 2
 
 # settings of EpsConfig: old name -> name. Flags, variables EPS_* and keyword arguments still take the old names
@@ -37,7 +39,6 @@ KEYS = SETTINGS | {
     "guards": "sink_recent",
     "certificate": "error_bound",
     "certified_share": "bounded_share",
-    "certified_skip": "bounded_skip",
     "certificate_violations": "bound_violations",
     "tail": "correction",
     "tail_ms": "correction_ms",
@@ -46,12 +47,15 @@ KEYS = SETTINGS | {
 
 
 def current_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under today's names."""
+    """Return settings under today's names. Raises ConfigError where a setting is given under both names."""
+    for old, name in SETTINGS.items():
+        require(not (old in given and name in given), f"{old} is the former name of {name}: give one of them")
     return {SETTINGS.get(name, name): value for name, value in given.items()}
 
 
 def current(value: Any) -> Any:
-    """Return the object in a line of a JSONL of any schema, with today's keys at every depth."""
+    """Return a JSON value of any schema with today's keys at every depth but within `settings`: those are a KV format's
+    own."""
     if isinstance(value, dict):
-        return {KEYS.get(name, name): current(inner) for name, inner in value.items()}
+        return {KEYS.get(name, name): inner if name == "settings" else current(inner) for name, inner in value.items()}
     return [current(inner) for inner in value] if isinstance(value, list) else value

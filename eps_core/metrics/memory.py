@@ -101,7 +101,7 @@ def kept_rows(
     kv_bits: KvFormats = EXACT,
 ) -> list[dict[str, Any]]:
     """Memory of one sequence by formats of K and V, `kv_bits` among them, and the share of its tokens that is kept,
-    with summaries as `store` has them of what is left and without."""
+    with summaries as `cache_config` has them of what is left and without."""
     usable = formats_for(head_dim)
     pairs = [*((one, one) for one in usable), *(pair for pair in USUAL_PAIRS if {*pair} <= {*usable}), kv_bits]
     rows = []

@@ -341,12 +341,12 @@ def describe_verify(verify: SpeculativeConfig) -> str:
 def describe_keep(keep: EvictionConfig, num_tokens: int) -> str:
     """One line of how a run evicts, and what that is of a prompt of `num_tokens` tokens."""
     rows = keep.rows(num_tokens - 1)  # the last is read by the first step
-    if keep.method_spec.prompt:
+    if keep.policy_spec.prompt:
         of = f"the prompt and {rows - num_tokens:,} new tokens"
     else:
         of = f"{keep.share:g} of the prompt's tokens" if keep.share <= 1 else f"{keep.share:,.0f} rows a head"
         of += f" ({'all' if rows >= num_tokens - 1 else f'{rows:,}'} of {num_tokens:,})"
-    again = keep.method_spec.while_decoding and keep.every
+    again = keep.policy_spec.while_decoding and keep.every
     more = f", again every {keep.every} tokens (compacted by {keep.compact})" if again else ""
     return f"{keep.policy}: {of}{more}, {keep.num_sink_tokens} + {keep.rule(rows).num_recent_tokens} tokens always"
 

@@ -41,8 +41,9 @@ def attend(
 def attend_rows(
     cache: Cache, layer: int, q: np.ndarray, rows: Rows, selected_mask: np.ndarray | None = None
 ) -> RowsRead:
-    """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`. `visit`
-    [T, Hkv, G] bool; the groups are the cache's. K and V count as read once for all rows of a sequence."""
+    """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`.
+    `selected_mask` [T, Hkv, G] bool; the groups are the cache's. K and V count as read once for all rows of a
+    sequence."""
     size, unit_tokens, kv_heads = cache.cache_config.S, cache.cache_config.unit_tokens, cache.spec.num_kv_heads
     total, num_heads, head_dim = q.shape
     repeat = num_heads // kv_heads

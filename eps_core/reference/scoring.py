@@ -34,7 +34,7 @@ def score(cache: Cache, layer: int, q: np.ndarray, plan: StepPlan) -> Scores:
     for b in range(batch):
         n = selection.num_groups(int(lengths[b]), size)
         known = np.flatnonzero(~missing[b, :n])
-        num_missing[b] = (missing[b, :n] & ~selection.selectable(plan.config, int(lengths[b]))).sum()
+        num_missing[b] = (missing[b, :n] & ~selection.sink_and_recent(plan.config, int(lengths[b]))).sum()
         # what is summarised together is known together
         spans = known[:: cache_config.groups_per_span] // cache_config.groups_per_span
         units = table[b, spans // per_unit]
@@ -76,8 +76,8 @@ def score(cache: Cache, layer: int, q: np.ndarray, plan: StepPlan) -> Scores:
 def _anchors(
     cache: Cache, layer: int, heads: np.ndarray, unit: int, head: int, selection_config: SelectionConfig
 ) -> np.ndarray | None:  # fmt: skip
-    """The anchors [R] of query heads `heads` [R, D], where `read` sums them: the logits of a sequence's first token,
-    which lies at the start of `unit`, each at most `ANCHOR_SPREAD` from their mean."""
+    """The anchors [R] of query heads `heads` [R, D], where `selection_config` sums them: the logits of a sequence's
+    first token, which lies at the start of `unit`, each at most `ANCHOR_SPREAD` from their mean."""
     if selection_config.combine == "max":
         return None
     logits = heads @ pages.rows_of(cache.k[layer], unit, head, 0).astype(np.float64)
@@ -185,8 +185,8 @@ def selection_mask(selected: Selection, num_groups: int) -> np.ndarray:
 def bound_error(
     cache: Cache, layer: int, scores: Scores, selected: Selection, out: np.ndarray, lse: np.ndarray
 ) -> ErrorBound:
-    """Bounds of what `visited` left out, from valid bounds alone: out [B, Hq, D] and lse [B, Hq] are what `attend` gave
-    for exactly these groups. Raises ValueError for a method without bounds."""
+    """Bounds of what `selected` left out, from valid bounds alone: out [B, Hq, D] and lse [B, Hq] are what `attend`
+    gave for exactly these groups. Raises ValueError for a method without bounds."""
     if scores.upper is None or scores.slack is None:
         raise ValueError(f"method {cache.cache_config.method} has no bounds: nothing can be bounded")
     batch, kv_heads, repeat, width = scores.upper.shape

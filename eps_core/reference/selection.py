@@ -16,7 +16,7 @@ def num_groups(length: int, group_size: int) -> int:
     return -(-length // group_size)
 
 
-def selectable(config: EpsConfig, length: int) -> np.ndarray:
+def sink_and_recent(config: EpsConfig, length: int) -> np.ndarray:
     """Always selected [n]: the first and last tokens, the partial group, and everything below `min_context`."""
     n, size = num_groups(length, config.cache_config.S), config.cache_config.S
     index = np.arange(n)
@@ -84,7 +84,7 @@ def select_threshold(config: EpsConfig, estimate: np.ndarray, always_selected: n
 def selected(config: EpsConfig, estimate: np.ndarray, length: int, mode: str = "gate") -> tuple[np.ndarray, np.ndarray]:
     """(visit [n], forced [n]) of one (sequence, kv head) by the configured policy, estimate [n]. A `dense` head selects
     everything, a `window` head what is always selected (and one group at least)."""
-    always_selected = selectable(config, length) | np.isposinf(estimate)
+    always_selected = sink_and_recent(config, length) | np.isposinf(estimate)
     if mode == "dense":
         return np.ones_like(always_selected), always_selected
     if mode == "window":
@@ -122,8 +122,8 @@ def float_margin(unread: np.ndarray, lse: np.ndarray) -> np.ndarray:
 
 
 def bounded_share(upper: np.ndarray, selected_mask: np.ndarray, lse: np.ndarray, slack: np.ndarray) -> np.ndarray:
-    """Upper bound of each query head's share of the softmax outside `visit` [n]: upper [R, n] bounds log A_p, lse [R]
-    is the log mass that was read, slack [R] what its float32 logits may be off by."""
+    """Upper bound of each query head's share of the softmax outside `selected_mask` [n]: upper [R, n] bounds log A_p,
+    lse [R] is the log mass that was read, slack [R] what its float32 logits may be off by."""
     if selected_mask.all():
         return np.zeros(len(lse))
     unread = np.logaddexp.reduce(upper[:, ~selected_mask], axis=1)
@@ -135,7 +135,7 @@ def bounded_share(upper: np.ndarray, selected_mask: np.ndarray, lse: np.ndarray,
 def escalation(
     epsilon: float, lower: np.ndarray, upper: np.ndarray, selected_mask: np.ndarray, lse: np.ndarray, slack: np.ndarray
 ) -> np.ndarray:
-    """Groups [n] to visit besides `visit` so that the bounded share falls to epsilon for every query head: the
+    """Groups [n] to visit besides `selected_mask` so that the bounded share falls to epsilon for every query head: the
     shortest run of the unvisited, in falling order of the largest upper mass relative to what was read, after which
     even the upper masses of the rest are small against what was read plus the lower masses of the run."""
     order = np.flatnonzero(~selected_mask)

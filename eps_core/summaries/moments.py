@@ -27,8 +27,8 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     aT C a <= sum_j gain_j (u_j.a)^2 + rho |a|^2 for every a, whatever rounding did to u_j and gain_j."""
     (n, head_dim), num_directions = k.shape, settings.dim or 0
     mean = k.mean(axis=0)
-    centroid_codes = k - mean
-    covariance = centroid_codes.T @ centroid_codes / n
+    centred = k - mean
+    covariance = centred.T @ centred / n
     values, vectors = np.linalg.eigh(covariance)
     values, vectors = values[::-1], vectors[:, ::-1]
     values = np.pad(values, (0, num_directions))[:num_directions]
@@ -50,7 +50,7 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
         "mean": mean_code,
         "mean_scale": mean_scale,
         "error": base.up16(float(np.linalg.norm(mean - mean_code * np.float64(mean_scale)))),
-        "radius": base.up16(base.key_norm(centroid_codes)),
+        "radius": base.up16(base.key_norm(centred)),
         "rest": base.near16(max(float(np.trace(covariance)) - float((gains.astype(float) + float(rho)).sum()), 0)),
         "rho": rho,
         "norm": base.up16(base.key_norm(k)),

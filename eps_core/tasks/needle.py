@@ -105,8 +105,8 @@ def needle_document(
             keys.append(key)
     values = [draw_value(rng) for _ in keys]
     lines = [needle_line(k, v) for k, v in zip(keys, values, strict=True)]
-    correction = question(keys[0])
-    room = num_bytes - len(correction) - sum(map(len, lines))
+    tail = question(keys[0])
+    room = num_bytes - len(tail) - sum(map(len, lines))
     if room < 0:
         raise ConfigError(
             f"a needle document of {num_bytes} bytes has no room for its {len(keys)} needles: ask for more"
@@ -119,7 +119,7 @@ def needle_document(
     for place, line in places:
         pieces += [body[last:place], line]
         last = place
-    pieces += [body[last:], correction]
+    pieces += [body[last:], tail]
     return NeedleDocument("".join(pieces), values[0], _lead(keys[0]))
 
 

@@ -94,12 +94,12 @@ def _no_room(task: str, num_bytes: int) -> NoReturn:
 
 
 def _hide(
-    task: str, text: bytes, num_bytes: int, rng: np.random.Generator, head: str, correction: str, placed: list,
+    task: str, text: bytes, num_bytes: int, rng: np.random.Generator, head: str, tail: str, placed: list,
     place_of: Callable[[str, int], int] = line_start,
 ) -> str:  # fmt: skip
     """`head`, filler with each (depth, line) of `placed` inserted at a line's end, `tail`. Equal places keep order.
     `place_of` moves a place to where a line may stand."""
-    room = num_bytes - len((head + correction + "".join(line for _, line in placed)).encode())
+    room = num_bytes - len((head + tail + "".join(line for _, line in placed)).encode())
     if room < 0:
         _no_room(task, num_bytes)
     body = filler(text, room, rng).decode("utf-8", errors="ignore")
@@ -109,7 +109,7 @@ def _hide(
     ):
         pieces += [body[last:place], line]
         last = place
-    return "".join([*pieces, body[last:], correction])
+    return "".join([*pieces, body[last:], tail])
 
 
 def _spread(depth: float, count: int) -> list[float]:
@@ -133,11 +133,11 @@ def _hidden_numbers(
         asked = _listing(keys[:num_asked])
         noun, verb = ("number", "is") if num_wanted == 1 else ("numbers", "are")
         head = "Secret numbers are hidden in the following text. Remember them: a question about them follows.\n"
-        correction = (
+        tail = (
             f"\nQuestion: What {verb} the secret {noun} of {asked}?\nAnswer: The secret {noun} of {asked} given in the "
             f"text {verb}"
         )
-        prompt = _hide(task, text, num_bytes, rng, head, correction, list(zip(depths, lines, strict=True)))
+        prompt = _hide(task, text, num_bytes, rng, head, tail, list(zip(depths, lines, strict=True)))
         return Sample(task, prompt, tuple(values[:num_wanted]), depth)
 
     return make
@@ -148,14 +148,14 @@ def _uuid_needles(text: bytes, num_bytes: int, seed: int, depth: float) -> Sampl
     rng = np.random.default_rng(seed)
     head = "Each line gives the secret UUID of a key. Remember them: a question about one of them follows.\n"
     asked, value = _uuid(rng), _uuid(rng)
-    correction = f"\nQuestion: What is the secret UUID of {asked}?\nAnswer: The secret UUID of {asked} is"
+    tail = f"\nQuestion: What is the secret UUID of {asked}?\nAnswer: The secret UUID of {asked} is"
     needle = f"The secret UUID of {asked} is {value}.\n"
-    count = (num_bytes - len(head + correction)) // len(needle)
+    count = (num_bytes - len(head + tail)) // len(needle)
     if count < 2:
         _no_room("niah_uuid", num_bytes)
     lines = [f"The secret UUID of {_uuid(rng)} is {_uuid(rng)}.\n" for _ in range(count - 1)]
     lines.insert(int(depth * count), needle)
-    return Sample("niah_uuid", head + "".join(lines) + correction, (value,), depth)
+    return Sample("niah_uuid", head + "".join(lines) + tail, (value,), depth)
 
 
 def _associative_recall(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
@@ -163,10 +163,10 @@ def _associative_recall(text: bytes, num_bytes: int, seed: int, depth: float) ->
     rng = np.random.default_rng(seed)
     head = "Each line gives a key and its value.\n"
 
-    def correction(key: str) -> str:
+    def tail(key: str) -> str:
         return f"\nQuestion: Which value does the list give for {key}?\nAnswer: The value of {key} is"
 
-    room = num_bytes - len(head) - len(correction(_LONGEST_KEY))
+    room = num_bytes - len(head) - len(tail(_LONGEST_KEY))
     pairs: dict[str, str] = {}
     while room >= len(f"{_LONGEST_KEY}: 00000\n"):
         # two digits make more keys than adjectives and nouns alone, enough for any context
@@ -179,7 +179,7 @@ def _associative_recall(text: bytes, num_bytes: int, seed: int, depth: float) ->
     keys = list(pairs)
     asked = keys[int(depth * len(keys))]
     lines = "".join(f"{key}: {value}\n" for key, value in pairs.items())
-    return Sample("associative_recall", head + lines + correction(asked), (pairs[asked],), depth)
+    return Sample("associative_recall", head + lines + tail(asked), (pairs[asked],), depth)
 
 
 def _variable_tracking(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
@@ -197,11 +197,11 @@ def _variable_tracking(text: bytes, num_bytes: int, seed: int, depth: float) -> 
             (d, f"\nVAR {name} = {right}\n") for d, name, right in zip(depths, own, rights[: VT_HOPS + 1], strict=True)
         ]
     head = "Follow the chains of variable assignments hidden in the following text.\n"
-    correction = (
+    tail = (
         f"\nQuestion: Which variables hold the value {values[0]}?\nAnswer: By the assignments in the text, "
         f"{VT_HOPS + 1} variables hold the value {values[0]}:"
     )
-    prompt = _hide("vt", text, num_bytes, rng, head, correction, placed)
+    prompt = _hide("vt", text, num_bytes, rng, head, tail, placed)
     return Sample("vt", prompt, tuple(names[: VT_HOPS + 1]), depth)
 
 
@@ -217,10 +217,10 @@ def _code_lookup(task: str, line: str, asked: str) -> Callable[[bytes, int, int,
         ]
         depths = [depth, *rng.random(MULTIKEY_DISTRACTORS).tolist()]
         lead = "    assert " + asked.format(name=names[0], NAME=names[0].upper()) + " == "
-        correction = f"\n\n\ndef test_{names[0]}():\n{lead}"
+        tail = f"\n\n\ndef test_{names[0]}():\n{lead}"
         placed = list(zip(depths, lines, strict=True))
         return Sample(
-            task, _hide(task, text, num_bytes, rng, "", correction, placed, _between), (values[0],), depth, lead=lead
+            task, _hide(task, text, num_bytes, rng, "", tail, placed, _between), (values[0],), depth, lead=lead
         )
 
     return make
@@ -240,12 +240,12 @@ def _common_words(text: bytes, num_bytes: int, seed: int, depth: float) -> Sampl
     rng.shuffle(words)
     common_repeats, other_repeats = (30, 3) if num_bytes >= CWE_LONG_BYTES else (6, 1)
     head = "In the following numbered list some words come more often than others.\n"
-    correction = (
+    tail = (
         f"\nQuestion: Which {CWE_COMMON} words come most often in the list?\nAnswer: The {CWE_COMMON} words that come "
         "most often are:"
     )
     entries: list[str] = []
-    room = num_bytes - len(head) - len(correction)
+    room = num_bytes - len(head) - len(tail)
     for rank, word in enumerate(words):
         repeats = common_repeats if rank < CWE_COMMON else other_repeats
         room -= repeats * len(f"{len(entries) + repeats}. {word} ")
@@ -261,7 +261,7 @@ def _common_words(text: bytes, num_bytes: int, seed: int, depth: float) -> Sampl
         _no_room("cwe", num_bytes)
     rng.shuffle(entries)
     listing = " ".join(f"{number}. {word}" for number, word in enumerate(entries, start=1))
-    return Sample("cwe", head + listing + correction, tuple(words[:CWE_COMMON]))
+    return Sample("cwe", head + listing + tail, tuple(words[:CWE_COMMON]))
 
 
 def _frequent_words(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
@@ -272,13 +272,13 @@ def _frequent_words(text: bytes, num_bytes: int, seed: int, depth: float) -> Sam
     vocabulary = _distinct(lambda rng: "".join(rng.choice(letters, FWE_WORD_LETTERS)), max(num_bytes // 200, 8), rng)
     vocabulary[0] = "..."
     head = "Count how often each coded word comes in the following text.\n"
-    correction = (
+    tail = (
         f"\nQuestion: Leave out the dots. Which {FWE_ASKED} coded words come most often?\n"
         f"Answer: The {FWE_ASKED} coded words that come most often are:"
     )
     shares = np.arange(1, len(vocabulary) + 1) ** -float(FWE_ALPHA) / (math.pi**2 / 6)
     sizes = np.array([len(word) + 1 for word in vocabulary])
-    room = num_bytes - len(head) - len(correction)
+    room = num_bytes - len(head) - len(tail)
     num_words = 0
     for step in (1 << bit for bit in reversed(range(max(room, 1).bit_length() + 1))):
         if (((num_words + step) * shares).astype(int) * sizes).sum() <= room:
@@ -288,7 +288,7 @@ def _frequent_words(text: bytes, num_bytes: int, seed: int, depth: float) -> Sam
         _no_room("fwe", num_bytes)
     words = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
     rng.shuffle(words)
-    return Sample("fwe", head + " ".join(words) + correction, tuple(vocabulary[1 : 1 + FWE_ASKED]))
+    return Sample("fwe", head + " ".join(words) + tail, tuple(vocabulary[1 : 1 + FWE_ASKED]))
 
 
 _GENERATORS: dict[str, Callable[[bytes, int, int, float], Sample]] = {

@@ -15,6 +15,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from eps_core.integrations.settings import Settings, from_environment
+from eps_core.io.schema import current_settings
 from eps_core.models.folder import refuse_adapter
 from eps_cuda.integrations.transformers import eps
 
@@ -29,7 +30,7 @@ class EpsHFLM(HFLM):
         """Arguments of `HFLM`; those that begin with eps_ are EPS's. Raises ConfigError for a wrong one before the
         model is read."""
         given = {name.removeprefix(PREFIX): kwargs.pop(name) for name in list(kwargs) if name.startswith(PREFIX)}
-        settings = Settings.of({**from_environment(), **given})
+        settings = Settings.of({**from_environment(), **current_settings(given)})
         refuse_adapter(str(kwargs.get("pretrained", args[0] if args else "")))
         super().__init__(*args, **kwargs)
         extras = {"metrics": settings.metrics, "audit_every": settings.audit_every, "kernels": settings.kernels}

@@ -38,8 +38,8 @@ def log_mass(largest, total):
 def correction_split_kernel(
     estimate, selected_mask, mean, mean_scale, correction_valid, table, lengths, part_out, part_lse, part_seen,
     num_corrections, table_width,
-    HKV: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, TAILS_PER_UNIT: tl.constexpr,
-    GROUPS_PER_TAIL: tl.constexpr, GROUPS_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, PER_UNIT: tl.constexpr,
+    PER_CORRECTION: tl.constexpr, GROUPS_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (b * HKV + h, split): its share of the correction groups of kv head h of sequence b. Writes part_out
     [B, Hkv, splits, D], the weighted mean of their means, and the natural logs of the estimated masses of the groups
@@ -49,7 +49,7 @@ def correction_split_kernel(
     length = tl.load(lengths + b)
     first = tl.cdiv(num_corrections, BLOCK_T) * split // num_splits * BLOCK_T
     last = tl.minimum(tl.cdiv(num_corrections, BLOCK_T) * (split + 1) // num_splits * BLOCK_T, num_corrections)
-    estimates = pair.to(tl.int64) * num_corrections * GROUPS_PER_TAIL
+    estimates = pair.to(tl.int64) * num_corrections * PER_CORRECTION
     table += b.to(tl.int64) * table_width
 
     i, d = tl.arange(0, GROUPS_PAD), tl.arange(0, D_PAD)
@@ -58,19 +58,19 @@ def correction_split_kernel(
     acc = tl.zeros([D_PAD], tl.float32)
     for start in range(first, last, BLOCK_T):
         correction = start + tl.arange(0, BLOCK_T)
-        inside = (correction < last)[:, None] & (i < GROUPS_PER_TAIL)[None, :]
-        place = estimates + correction[:, None] * GROUPS_PER_TAIL + i[None, :]
+        inside = (correction < last)[:, None] & (i < PER_CORRECTION)[None, :]
+        place = estimates + correction[:, None] * PER_CORRECTION + i[None, :]
         value = tl.load(estimate + place, mask=inside, other=float("-inf"))
         selected = tl.load(selected_mask + place, mask=inside, other=0) != 0
         # a group without a summary or past the end has no estimate; NaN is none either
         known = tl.abs(value) < float("inf")
         # means before their estimates are known: both loads are in flight at once
         usable = (correction < last) & ((correction + 1) * TAIL <= length)
-        unit = tl.load(table + correction // TAILS_PER_UNIT, mask=usable, other=0).to(tl.int64)
+        unit = tl.load(table + correction // PER_UNIT, mask=usable, other=0).to(tl.int64)
         usable = usable & (
-            tl.load(correction_valid + unit * TAILS_PER_UNIT + correction % TAILS_PER_UNIT, mask=usable, other=0) != 0
+            tl.load(correction_valid + unit * PER_UNIT + correction % PER_UNIT, mask=usable, other=0) != 0
         )
-        row = (unit * HKV + h) * TAILS_PER_UNIT + correction % TAILS_PER_UNIT
+        row = (unit * HKV + h) * PER_UNIT + correction % PER_UNIT
         code = tl.load(
             mean + row[:, None] * D + d[None, :], mask=usable[:, None] & (d < D)[None, :], other=0
         ).to(tl.float32)  # fmt: skip
@@ -227,7 +227,7 @@ def correction_splits(
     correction_split_kernel[(batch * kv_heads, num_splits)](
         estimate.contiguous(), selected_mask.contiguous().view(torch.uint8), mean, mean_scale, correction_valid,
         table, lengths, part_out, part_lse, part_seen, num_corrections, table.shape[1],
-        HKV=kv_heads, D=head_dim, TAIL=correction_tokens, TAILS_PER_UNIT=per_unit, GROUPS_PER_TAIL=per_correction,
+        HKV=kv_heads, D=head_dim, TAIL=correction_tokens, PER_UNIT=per_unit, PER_CORRECTION=per_correction,
         GROUPS_PAD=groups_pad, D_PAD=triton.next_power_of_2(head_dim), BLOCK_T=block_corrections,
     )  # fmt: skip
     return (part_out, part_lse), part_seen

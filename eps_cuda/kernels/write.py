@@ -2,7 +2,7 @@
 
 Equals `eps_cuda.cache.write_kv` for tokens that each touch a group of their own: decode. One program per (token, kv
 head) holds its rows in registers, so nothing that it stores is read back; the other rows of a group were written by
-earlier launches. How summaries are made, and what of them equals the array path's bit for bit: `seal`.
+earlier launches. How summaries are made, and what of them equals the array path's bit for bit: `finalize`.
 """
 
 from dataclasses import dataclass
@@ -191,10 +191,10 @@ def write_tokens(
     """Write k, v [N, Hkv, D] to slots [N] int32 (device) of k_pool, v_pool [P, Hkv, U, D]; finalize what they fill.
 
     A slot is unit * U + offset, or -1: nothing is written. No two slots of a call share a group, here what is
-    summarised together, `span_tokens` of them, or a run of `tail.tokens`, and none is past the pool: neither is
+    summarised together, `span_tokens` of them, or a run of `correction.tokens`, and none is past the pool: neither is
     checked, the host never sees them. `finite` [] bool or uint8 becomes 0 where a stored key is NaN or Inf. `valid`
     [P * U/span_tokens] uint8 becomes 1 for a group whose last slot is written and 0 for one with another slot
-    written, whether or not `rq` is given. `rq` and `tail` get the summaries of
+    written, whether or not `rq` is given. `rq` and `correction` get the summaries of
     groups and runs that became full. `largest_key`, `largest_value` [Hkv] float32, not negative, become at least every
     norm stored. Summaries with own bounds (`rq_bounds`) are not built here: use the array path. All on one device,
     without synchronisation: fit for a CUDA graph.

@@ -15,10 +15,10 @@ def build(cache_config: CacheConfig, constants: Summary, k: Tensor) -> Summary:
     aT C a <= sum_j gain_j (u_j.a)^2 + rho |a|^2 for every a, whatever rounding did to u_j and gain_j."""
     (n, head_dim), num_directions = k.shape[-2:], cache_config.dim or 0
     mean = k.mean(dim=-2)
-    centroid_codes = k - mean[..., None, :]
-    energies, directions = base.right_singular(centroid_codes, min(n, head_dim) + num_directions)
+    centred = k - mean[..., None, :]
+    energies, directions = base.right_singular(centred, min(n, head_dim) + num_directions)
     values = energies / n
-    trace = (centroid_codes * centroid_codes).sum(dim=(-1, -2)) / n
+    trace = (centred * centred).sum(dim=(-1, -2)) / n
     noise = trace * 2.0**-20  # of float32 matrices as large as the covariance: no direction is worth less than it
     # Schatten bound of C - sum_j lambda_j v_j v_jT, whose eigenvalues are the other ones
     others = values[..., num_directions:]
@@ -30,7 +30,7 @@ def build(cache_config: CacheConfig, constants: Summary, k: Tensor) -> Summary:
     direction_scale = base.near16(torch.where(gain > 0, lengths, 0))
     rounded = codes * direction_scale.float()[..., None]
 
-    stacked = torch.cat([centroid_codes, rounded], dim=-2).mT  # [.., D, S + k]
+    stacked = torch.cat([centred, rounded], dim=-2).mT  # [.., D, S + k]
     if n + num_directions < head_dim:
         # E has rank S + k at most: take coordinates in an orthonormal basis of keys and directions, [.., S + k, S + k]
         stacked = torch.linalg.qr(stacked, mode="r").R
@@ -42,7 +42,7 @@ def build(cache_config: CacheConfig, constants: Summary, k: Tensor) -> Summary:
         "mean": mean_code,
         "mean_scale": mean_scale,
         "error": base.up16(base.norms(mean - mean_code.float() * mean_scale.float()[..., None])),
-        "radius": base.up16(base.key_norm(centroid_codes)),
+        "radius": base.up16(base.key_norm(centred)),
         "rest": base.near16((trace - (gain.float() + rho.float()[..., None]).sum(dim=-1)).clamp(min=0)),
         "rho": rho,
         "norm": base.up16(base.key_norm(k)),

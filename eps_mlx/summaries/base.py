@@ -9,7 +9,7 @@ formulas, and whose facts and fields it shares:
   [B, Hkv, R, G] or None, of log A_p, the natural log of the group's softmax mass (scaled logits): `estimate` ranks and
   is no bound, `lower <= log A_p <= upper` for every q. Stored scalars are rounded to their safe side, and `slack` pays
   for float32 arithmetic;
-- where its facts say so: `extend` and `seal`, which follow partial groups, and `refine`.
+- where its spec says so: `extend` and `finalize`, which follow partial groups, and `rescore`.
 
 `constants`: what a layer keeps apart from its groups, see `eps_core.summaries.table.constants`, and of key codes
 `centre`; of methods that score by place, `groups` [G] and `length` [B, 1, 1, 1] of the sequences.

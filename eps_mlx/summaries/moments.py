@@ -14,13 +14,13 @@ def build(cache_config: CacheConfig, constants: Summary, k: mx.array) -> Summary
     aT C a <= sum_j gain_j (u_j.a)^2 + rho |a|^2 for every a, whatever rounding did to u_j and gain_j."""
     (n, head_dim), num_directions = k.shape[-2:], cache_config.dim or 0
     mean = k.mean(axis=-2)
-    centroid_codes = k - mean[..., None, :]
-    energies, directions = base.right_singular(centroid_codes, min(n, head_dim) + num_directions)
+    centred = k - mean[..., None, :]
+    energies, directions = base.right_singular(centred, min(n, head_dim) + num_directions)
     values = energies / n
     # Schatten bound of C - sum_j lambda_j v_j v_jT, whose eigenvalues are the other ones
     others = values[..., num_directions:]
     most = mx.maximum(others.max(axis=-1), 1e-30)[..., None]
-    trace = (centroid_codes * centroid_codes).sum(axis=(-1, -2)) / n
+    trace = (centred * centred).sum(axis=(-1, -2)) / n
     noise = trace * 2.0**-20  # of float32 matrices and eigenvalues as large as the covariance
     left = noise + most[..., 0] * ((others / most) ** 16).sum(axis=-1) ** (1 / 16) * (1 + 1e-4)
     gain = base.near16(mx.maximum(values[..., :num_directions] - left[..., None], 0))
@@ -31,12 +31,10 @@ def build(cache_config: CacheConfig, constants: Summary, k: mx.array) -> Summary
 
     if n + num_directions < head_dim:
         # E has rank n + k at most: work in an orthonormal basis of the keys and directions instead of D dimensions
-        _, coordinates = mx.linalg.qr(
-            mx.concatenate([centroid_codes, rounded], axis=-2).swapaxes(-1, -2), stream=mx.cpu
-        )
+        _, coordinates = mx.linalg.qr(mx.concatenate([centred, rounded], axis=-2).swapaxes(-1, -2), stream=mx.cpu)
         keys, axes = coordinates[..., :n], coordinates[..., n:]
     else:
-        keys, axes = centroid_codes.swapaxes(-1, -2), rounded.swapaxes(-1, -2)
+        keys, axes = centred.swapaxes(-1, -2), rounded.swapaxes(-1, -2)
     unexplained = keys @ keys.swapaxes(-1, -2) / n - (axes * base.widened(gain)[..., None, :]) @ axes.swapaxes(-1, -2)
     rho = base.up16(base.schatten_bound(unexplained) + noise)
     mean_code, mean_scale = base.mean_codes(mean)
@@ -44,7 +42,7 @@ def build(cache_config: CacheConfig, constants: Summary, k: mx.array) -> Summary
         "mean": mean_code,
         "mean_scale": mean_scale,
         "error": base.up16(base.norms(mean - base.widened(mean_code) * base.widened(mean_scale)[..., None])),
-        "radius": base.up16(base.key_norm(centroid_codes)),
+        "radius": base.up16(base.key_norm(centred)),
         "rest": base.near16(mx.maximum(trace - (base.widened(gain) + base.widened(rho)[..., None]).sum(axis=-1), 0)),
         "rho": rho,
         "norm": base.up16(base.key_norm(k)),

@@ -53,7 +53,7 @@ def following(session: Session, prompt: list[int], text: list[int], config: EpsC
     cache, pool = session.cache(config.cache_config, len(prompt) + len(text) + 1)
     steps = generate(
         session.decoder, cache, pool, [prompt], len(text) + 1, Sampling(), config.selection_config,
-        always_selected_tokens=[[*text, 0]], keep_logits=True,
+        forced_tokens=[[*text, 0]], keep_logits=True,
     )  # fmt: skip
     logits = list(steps)[-1].logits[0].astype(np.float64)
     return logits - logits.max() - math.log(sum(math.exp(x - logits.max()) for x in logits))

@@ -43,7 +43,7 @@ def own_decoder(
     pool = PagePool(spec.num_units, config.cache_config.unit_tokens)
     for record in generate(
         session.decoder, cache, pool, [[*prompt, tokens[0]]], len(tokens) - 1, Sampling(), config.selection_config,
-        prefill_chunk=256, always_selected_tokens=[tokens[1:]], keep_logits=True,
+        prefill_chunk=256, forced_tokens=[tokens[1:]], keep_logits=True,
     ):  # fmt: skip
         logits.append(record.logits[0])
     monkeypatch.undo()

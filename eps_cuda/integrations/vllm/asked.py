@@ -9,6 +9,7 @@ from typing import Any
 from eps_core.config.cache import UNIT_TOKENS
 from eps_core.errors import ConfigError, require, shown
 from eps_core.integrations.settings import PREFIX, Settings, check_version, from_environment
+from eps_core.io.schema import current_settings
 from eps_core.models.folder import refuse_adapter
 
 # rows: our own attention over rows of K and V, groups of any size; stock: vLLM's kernel over the block tables of what
@@ -33,7 +34,7 @@ def asked(vllm_config: Any) -> Asked | None:
         named is None or isinstance(named, Mapping),
         f'additional-config has "eps": {shown(named)}, no mapping: write {{"eps": {{"method": "rq", "budget": 0.05}}}}',
     )
-    flat = dict(named or {}) | from_environment()
+    flat = current_settings(named or {}) | from_environment()
     route = os.environ.get(PREFIX + "ROUTE", flat.pop("route", None)) or "rows"
     require(route in ROUTES, f"route {shown(route)} is unknown: choose one of {', '.join(ROUTES)}")
     require(

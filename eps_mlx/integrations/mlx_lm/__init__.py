@@ -50,7 +50,7 @@ class eps:
 
 
 def load(path: str | Path, **settings: Any) -> Any:
-    """Return the result of `mlx_lm.load(path)`, with EPS on; `hook_of(model)` has the counters (`.gated`) and takes it
+    """Return the result of `mlx_lm.load(path)`, with EPS on; `hook_of(model)` has the counters (`.sparse`) and takes it
     off (`.close()`). Names of mlx_lm.load's own (`adapter_path`, `lazy`, ..) go there."""
     theirs = {name: settings.pop(name) for name in list(settings) if name in _LOAD_NAMES}
     chosen = Settings.of(settings)

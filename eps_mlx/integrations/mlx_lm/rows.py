@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 class Row:
     """One sequence of a pool, without tokens at first. Whoever holds the row holds the sequence: it is freed when the
-    last cache has evicted."""
+    last cache has released."""
 
     def __init__(self, rows: "Rows", sequence: PagedSequence) -> None:
         self.sequence, self.number = sequence, next(_numbers)

@@ -113,7 +113,7 @@ def check_certificate(
     selected: Selection,
     state: tuple[Any, Any],
 ) -> tuple[Tally, Tally]:
-    """(share, error): of every query head, what `visited` left out against what is bounded, where `state` is the
+    """(share, error): of every query head, what `selected` left out against what is bounded, where `state` is the
     (out, lse) that the backend read. Gaps are nats of the ratio."""
     backend = filled.backend
     error_bound = backend.bound_error(filled.cache, 0, scores, selected, *state)

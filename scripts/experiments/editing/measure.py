@@ -85,7 +85,7 @@ def logits(session: Session, text: Span, following: Sequence[int]) -> np.ndarray
     sequence, cache = written(session, text, cache, pool)
     steps = generate(
         session.decoder, cache, pool, [[*text.tokens, following[0]]], len(following), Sampling(),
-        always_selected_tokens=[[*following[1:], 0]], written=[sequence], keep_logits=True,
+        forced_tokens=[[*following[1:], 0]], written=[sequence], keep_logits=True,
     )  # fmt: skip
     return np.concatenate([record.logits for record in steps if record.logits is not None])
 

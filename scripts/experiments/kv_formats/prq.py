@@ -13,7 +13,7 @@ MOST_ROUNDS, STILL = 100, 1e-4  # of k-means, and how far its centroids move whe
 SEED = 0
 
 
-def rewrite(layer: Layer, cascade: int = 1, zeros: bool = False) -> Rewritten:
+def rewrite(layer: Layer, stages: int = 1, zeros: bool = False) -> Rewritten:
     """Rewrite K and V, head by head: `stages` times k-means over the prompt's tokens, each of what the one before left;
     then codes of BITS of the rest, by one scale a block of BLOCK dimensions (the last may have fewer), with `zeros`
     between its least and largest (the source's asymmetric form: one level more, and two bytes)."""
@@ -23,7 +23,7 @@ def rewrite(layer: Layer, cascade: int = 1, zeros: bool = False) -> Rewritten:
     for index, rows in enumerate((layer.keys, layer.values)):
         for head in range(heads):
             rest = rows[:, head].astype(np.float64)
-            for stage in range(cascade):
+            for stage in range(stages):
                 centroids, ids = kmeans(rest, np.random.default_rng([SEED, index, head, stage]))
                 rest = rest - centroids[ids]
                 table_bytes += centroids.size * ELEMENT_BYTES
@@ -32,7 +32,7 @@ def rewrite(layer: Layer, cascade: int = 1, zeros: bool = False) -> Rewritten:
             # what the codes miss of the rest is what they miss of the row
             found[index][:, head] = rows[:, head] - (rest - np.concatenate(blocks, axis=1))
     scales = -(-dim // BLOCK) * (2 if zeros else 1) * ELEMENT_BYTES
-    row_bytes = 2 * heads * length * (cascade + packed(dim * BITS) + scales)
+    row_bytes = 2 * heads * length * (stages + packed(dim * BITS) + scales)
     return in_place(found[0], found[1], row_bytes, table_bytes)
 
 

@@ -185,7 +185,7 @@ def run_arms(session: Session, document: Document, variants: Iterable[Variant]) 
         for index, variant in enumerate(variants):
             if (variant.rewrite, variant.settings) == (name, settings):
                 outcome = _decoded(session, document, variant.config, rewritten)
-                if document.always_selected is not None:
+                if document.forced is not None:
                     outcome.against(dense)
                 of_heads = spec.num_layers * spec.num_kv_heads
                 rows = sum(len(one) for layer in rewritten for one in layer.positions) // of_heads
@@ -212,7 +212,7 @@ def _decoded(session: Session, document: Document, config: EpsConfig, layers: li
 
     sequence, cache = decoder.place(cache, length, [layer.positions for layer in layers], rows)
     selection_config = config.selection_config if config.cache_config.enabled else None
-    texts = document.always_selected is not None
+    texts = document.forced is not None
     outcome, _ = decode(
         session, cache, pools, [document], selection_config, decoder=decoder, written=[sequence], keep_logits=texts
     )

@@ -129,8 +129,6 @@ def decode_state(session: Session, document: Document, state: State, prefix: Pre
     sequence, _ = pool.open()
     pool.append(sequence, prefix.tokens)
     decoder = LinearDecoder(session, state, cache, prefix)
-    always_selected = document.always_selected is not None
-    outcome, _ = decode(
-        session, cache, pool, [document], None, decoder=decoder, written=[sequence], keep_logits=always_selected
-    )
+    forced = document.forced is not None
+    outcome, _ = decode(session, cache, pool, [document], None, decoder=decoder, written=[sequence], keep_logits=forced)
     return outcome

@@ -22,7 +22,7 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval
-from eps_core.eviction.base import Kept, MethodSpec
+from eps_core.eviction.base import Kept, PolicySpec
 from eps_core.eviction.config import EvictionConfig
 from eps_core.eviction.table import POLICIES
 from eps_core.io.records import Count, Name, Nats, Positive
@@ -156,7 +156,7 @@ def tally(outcome: Outcome, dense: Outcome, kept: int, right: bool, read: int | 
 def run_arms(session: Session, document: Document, variants: Iterable[Variant]) -> dict[Any, tuple[Outcome, int]]:
     """(outcome, bytes of K, V and summaries kept at its end) of `DENSE` and of every variant by its index; along a text
     compared with dense."""
-    spec, texts = session.spec, document.always_selected is not None
+    spec, texts = session.spec, document.forced is not None
     observed = Observed(session.backend, spec, union(variant.keep for variant in variants))
     prefix = session.prefix(document.prompt[:-1], observed=observed)
     queries: list[list[Any]] = [[] for _ in range(spec.num_layers)]
@@ -197,7 +197,7 @@ def _evicted(
     decoder, cache, pools = evicting(
         session, variant.keep, variant.config.cache_config, [len(document.prompt)], document.num_steps
     )
-    prompt, seen = (prefix.keys_values, len(prefix.tokens)), observed.of(variant.keep.method_spec)
+    prompt, seen = (prefix.keys_values, len(prefix.tokens)), observed.of(variant.keep.policy_spec)
     if variant.keep not in chosen:  # whatever reads it, in whatever bits: the prompt is chosen from as it was
         chosen[variant.keep] = decoder.choose(cache, *prompt, seen)
     sequence, cache = decoder.adopt(cache, *prompt, seen, chosen[variant.keep])
@@ -238,13 +238,13 @@ def _future(session: Session, prefix: Prefix, queries: list[list[np.ndarray]]) -
     return found
 
 
-def union(keeps: Iterable[EvictionConfig]) -> MethodSpec:
+def union(keeps: Iterable[EvictionConfig]) -> PolicySpec:
     """Return the statistics to gather for all of these."""
-    every = [keep.method_spec for keep in keeps if keep.enabled]
-    whole = MethodSpec("several policies")
-    for method_spec in every:
-        kinds = {name: getattr(whole, name) or getattr(method_spec, name) for name in vars(whole) if name != "window"}
-        whole = replace(whole, **kinds | {"window": max(whole.window, method_spec.window), "source": whole.source})
+    every = [keep.policy_spec for keep in keeps if keep.enabled]
+    whole = PolicySpec("several policies")
+    for policy_spec in every:
+        kinds = {name: getattr(whole, name) or getattr(policy_spec, name) for name in vars(whole) if name != "window"}
+        whole = replace(whole, **kinds | {"window": max(whole.window, policy_spec.window), "source": whole.source})
     return whole
 
 

@@ -22,7 +22,7 @@ from eps_core.evaluation.runner import DENSE, Document, Outcome, run_document
 from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
 from eps_core.io.records import Count, Name, Nats, Positive
 from eps_core.models.chat import has_template, in_chat, render_messages
-from eps_core.reference.selection import selectable
+from eps_core.reference.selection import sink_and_recent
 from eps_core.summaries.table import method_spec
 from eps_core.tasks.corpus import conversation, haystack, num_topics, plain_chat
 from eps_core.tasks.needle import VALUE_DIGITS
@@ -155,7 +155,7 @@ def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int,
     groups = bisect_right(
         range(1, length // config.cache_config.S + 1), fraction * length * kv_token_bytes + 1e-6, key=cost
     )
-    always_selected = max(int(selectable(config, length + step).sum()) for step in range(num_steps + 1))
+    always_selected = max(int(sink_and_recent(config, length + step).sum()) for step in range(num_steps + 1))
     return groups if groups > always_selected else None
 
 

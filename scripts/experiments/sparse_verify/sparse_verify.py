@@ -30,7 +30,7 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.evaluation.runner import GREEDY, Document, Outcome, decode
-from eps_core.eviction.base import Head, MethodSpec, Rule, best
+from eps_core.eviction.base import Head, PolicySpec, Rule, best
 from experiments.grid.grid_verified import Measured, decode_both, needle_numbers
 from experiments.methods.curves import Documents, needle, says, text_document
 
@@ -171,7 +171,7 @@ def decode_sparse(
     session: Session, document: Document, config: EpsConfig, verify: SpeculativeConfig, sparse: Sparse
 ) -> Outcome:
     """Return how a document of two tokens or more goes on where sparse passes judge the gate's drafts, greedily."""
-    observed = Observed(session.backend, session.spec, MethodSpec("of the score heads", window=WINDOW))
+    observed = Observed(session.backend, session.spec, PolicySpec("of the score heads", window=WINDOW))
     prefix = session.prefix(document.prompt[:-1], observed=observed)
     cache, pool = session.cache(config.cache_config, len(document.prompt) + document.num_steps)
     sequence, cache = prefix.into(session.backend, cache, pool, document.num_steps)

@@ -96,11 +96,11 @@ def card(record: dict[str, Any]) -> str:
     bits, depths, documents = (
         record[name] for name in ("held_out_bits_per_byte", "needle_accuracy_by_depth", "needle_documents")
     )
-    cascade = table(
+    stages = table(
         ["context of stage (tokens)", "steps", "last loss (nats, answers counted twice)", "answers right in training"],
         [
             [stage["context"], stage["steps"], f"{stage['loss']:.3f}", f"{stage['answer_accuracy']:.3f}"]
-            for stage in record["cascade"]
+            for stage in record["stages"]
         ],
     )
     needles = table(
@@ -129,7 +129,7 @@ It exists to exercise EPS on real attention patterns; do not use it for anything
 Seed {record["seed"]}, torch {record["torch"]}, Python {record["python"]}, {record["tokens_seen"] / 1e6:.0f} M tokens,
 {record["hours"]:.2f} h on 2 CPU cores.
 
-{cascade}
+{stages}
 
 Held-out needles answered exactly (all five digits, dense attention, depths spread evenly, 0 to 3 distractors), and bits
 a byte of held-out text, of the last 1,024 bytes of a window:

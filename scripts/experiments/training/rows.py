@@ -32,20 +32,20 @@ def needle_row(text: bytes, length: int, rng: np.random.Generator) -> tuple[np.n
     keys = list({draw_key(rng): None for _ in range(int(rng.integers(1, most + 1)))})
     lines = {key: draw_value(rng) for key in keys}
     asked = rng.permutation(len(keys))[: int(rng.integers(1, len(keys) + 1))]
-    correction, spans = b"", []
+    tail, spans = b"", []
     for index in asked:
-        correction += question(keys[index]).encode()
-        spans.append(len(correction))
-        correction += lines[keys[index]].encode() + b".\n"
+        tail += question(keys[index]).encode()
+        spans.append(len(tail))
+        tail += lines[keys[index]].encode() + b".\n"
     needles = [needle_line(key, value).encode() for key, value in lines.items()]
-    body = filler(text, length - len(correction) - sum(map(len, needles)), rng)
+    body = filler(text, length - len(tail) - sum(map(len, needles)), rng)
     places = sorted(int(p) for p in rng.integers(0, len(body) + 1, len(needles)))
     pieces, last = [], 0
     for place, needle in zip(places, needles, strict=True):
         pieces += [body[last:place], needle]
         last = place
-    data = b"\x00" + b"".join([*pieces, body[last:], correction])
-    starts = [len(data) - len(correction) + span for span in spans]
+    data = b"\x00" + b"".join([*pieces, body[last:], tail])
+    starts = [len(data) - len(tail) + span for span in spans]
     return _row(data, [(start, start + 5) for start in starts], length)
 
 

@@ -72,7 +72,7 @@ class Shape:
     this share of answer digits is right over the last 20 steps); `start`: the folder of weights to go on from;
     `ruler_share` of the rows are RULER's."""
 
-    cascade: tuple[tuple[int, int, int, float], ...]
+    stages: tuple[tuple[int, int, int, float], ...]
     config: dict[str, Any] = field(default_factory=dict)
     start: Path | None = None
     ruler_share: float = 0.0
@@ -305,7 +305,7 @@ def main() -> None:
         torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    done: dict = {"stage": 0, "step": 0, "total": 0, "tokens": 0, "seconds": 0.0, "cascade": []}
+    done: dict = {"stage": 0, "step": 0, "total": 0, "tokens": 0, "seconds": 0.0, "stages": []}
     if args.resume:
         state = torch.load(args.checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
@@ -319,8 +319,8 @@ def main() -> None:
         with outputs.replacing(args.checkpoint, "wb") as file:
             torch.save(state, file)
 
-    for stage in range(done["stage"], len(shape.cascade)):
-        length, most_steps, step_tokens, enough = shape.cascade[stage]
+    for stage in range(done["stage"], len(shape.stages)):
+        length, most_steps, step_tokens, enough = shape.stages[stage]
         cos, sin = rope(length)
         recent: list[tuple[float, float]] = []
         first = done["step"] if stage == done["stage"] else 0
@@ -331,7 +331,7 @@ def main() -> None:
             tokens, answer = map(torch.from_numpy, rows)
             # warm up once; decay to a twentieth over the last stage
             rate = min(1.0, (done["total"] + 1) / WARMUP_STEPS)
-            if stage == len(shape.cascade) - 1:
+            if stage == len(shape.stages) - 1:
                 rate *= max(0.05, min(1.0, (most_steps - step) / DECAY_STEPS))
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = args.lr * rate * (1.0 if length < 2048 else 0.6)
@@ -366,7 +366,7 @@ def main() -> None:
             if step + 1 >= MIN_STEPS and np.mean(recent, axis=0)[1] >= enough:
                 break
         mean = np.mean(recent, axis=0)
-        done["cascade"].append(
+        done["stages"].append(
             {"context": length, "steps": done["step"], "loss": float(mean[0]), "answer_accuracy": float(mean[1])}
         )
         done.update(stage=stage + 1, step=0)
@@ -380,7 +380,7 @@ def main() -> None:
     record = {
         "shape": args.shape, "start": shape.start and shape.start.name, "seed": args.seed, "torch": torch.__version__,
         "python": platform.python_version(), "lr": args.lr, "parameters": sum(p.numel() for p in model.parameters()),
-        "tokens_seen": done["tokens"], "hours": done["seconds"] / 3600, "cascade": done["cascade"],
+        "tokens_seen": done["tokens"], "hours": done["seconds"] / 3600, "stages": done["stages"],
     }  # fmt: skip
     write(args.out / "training.json", (json.dumps(record, indent=2) + "\n").encode())
 

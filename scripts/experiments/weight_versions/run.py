@@ -35,9 +35,9 @@ def main() -> None:
     updated = with_weights(session, args.update or session.path)
     prompt = args.prompt or demo_document().prompt
     prompts = session.encode_prompts([prompt], args.before + args.after)
-    cascade = decode_across([(session, args.before), (updated, args.after)], prompts, EpsConfig.of(method=args.method))
-    lines = [{**asdict(stage), "text": session.decode(stage.tokens[0])} for stage in cascade]
-    print(to_json({"model": str(session.path), "update": str(updated.path), "cascade": lines}))
+    stages = decode_across([(session, args.before), (updated, args.after)], prompts, EpsConfig.of(method=args.method))
+    lines = [{**asdict(stage), "text": session.decode(stage.tokens[0])} for stage in stages]
+    print(to_json({"model": str(session.path), "update": str(updated.path), "stages": lines}))
 
 
 if __name__ == "__main__":

@@ -36,13 +36,13 @@ def with_weights(session: Session, path: Path) -> Session:
 
 
 def decode_across(
-    cascade: Sequence[tuple[Session, int]], prompts: Sequence[Sequence[int]], config: EpsConfig
+    stages: Sequence[tuple[Session, int]], prompts: Sequence[Sequence[int]], config: EpsConfig
 ) -> list[Stage]:
     """Decode prompts greedily in one batch through (session, number of new tokens) stages. Each stage prefills the
     prompts and all earlier new tokens in a cache of its own."""
     texts = [list(prompt) for prompt in prompts]
     found = []
-    for session, num_new in cascade:
+    for session, num_new in stages:
         started = time.perf_counter()
         cache, pool = session.cache(config.cache_config, [len(text) + num_new for text in texts])
         records = list(generate(session.decoder, cache, pool, texts, num_new, Sampling(), config.selection_config))
