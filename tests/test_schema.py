@@ -11,7 +11,7 @@ from eps_core.config.eps import FLAT, EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.integrations.settings import Settings, from_environment
 from eps_core.io.schema import KEYS, SCHEMA, SETTINGS, current
-from eps_core.metrics.steps import STEP_KEYS
+from eps_core.metrics.steps import STEP_KEYS, summarise
 from eps_core.report.load import load_results
 
 OLD_FLAGS = {
@@ -28,7 +28,18 @@ OLD_FLAGS = {
 
 def test_every_new_name_is_in_use() -> None:
     assert set(SETTINGS.values()) <= set(FLAT) and not set(SETTINGS) & set(FLAT)
-    assert not set(KEYS) & set(STEP_KEYS)
+    written = set(STEP_KEYS) | set(summarise([])) | set(FLAT)
+    elsewhere = {
+        *(
+            "sink_recent",
+            "always_selected_ratio",
+            "skipped_mass_bound_mean",
+            "skipped_mass_true_mean",
+        ),  # cells of grids
+        *("correction", "correction_ms", "correction_bytes"),  # bench
+        *("error_bound", "bounded_share", "bound_violations"),  # replays, tables of bounds
+    }
+    assert set(KEYS.values()) - written == elsewhere and not set(KEYS) & written
 
 
 def test_settings_of_schema_1_make_the_same_config() -> None:
@@ -64,10 +75,22 @@ def test_old_flags_are_taken_and_not_shown(old: str, tmp_path: Path) -> None:
 
 def test_results_of_schema_1_are_read(tmp_path: Path) -> None:
     path = tmp_path / "old.jsonl"
-    step = {"type": "step", "mass_skipped_est": 0.5, "mass_skipped_true": 0.25, "pages_forced": 3}
+    step = {
+        "type": "step",
+        "mass_skipped_est": 0.5,
+        "mass_skipped_cert": 0.75,
+        "mass_skipped_true": 0.25,
+        "pages_forced": 3,
+    }
     path.write_text("".join(json.dumps(line) + "\n" for line in ({"type": "run", "config": {"refine": 0.5}}, step)))
     run_read = load_results([path]).runs[0]
     assert run_read["run"]["config"] == {"rescore": 0.5}
-    assert run_read["steps"][0]["skipped_mass_mean"] == 0.5 and run_read["steps"][0]["pages_always_selected"] == 3
+    read = run_read["steps"][0]
+    assert (read["skipped_mass_mean"], read["skipped_mass_bound_max"], read["skipped_mass_true_max"]) == (
+        0.5,
+        0.75,
+        0.25,
+    )
+    assert read["pages_always_selected"] == 3
     assert current({"settings": {"stages": 1}}) == {"settings": {"stages": 1}}  # of a KV format
     assert current([{"tail": {"tail_ms": 1}}]) == [{"correction": {"correction_ms": 1}}]
