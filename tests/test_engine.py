@@ -16,11 +16,13 @@ from test_blocks import Memory
 
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.errors import ConfigError
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.paged import Paged
 from eps_core.integrations.plan import Plan
 from eps_core.integrations.settings import VERSIONS, Settings, check_version, from_environment, to_environment
+from eps_core.integrations.verified import Rounds
 from eps_core.kv_cache.pool import PagePool
 from eps_core.load import load_backend
 
@@ -368,3 +370,11 @@ def test_the_extras_install_what_is_checked() -> None:
         assert f"{package}>={low},<{high}" in [
             one.split(";")[0].strip() for one in project["optional-dependencies"][package]
         ]
+
+
+def test_drafts_of_an_engine_select_as_drafts_of_our_own_decoder() -> None:
+    verify, config = SpeculativeConfig("tokens", most=20), EpsConfig.of(method="rq")
+    rounds = Rounds(verify, 0, lambda: {"bytes_kv_read": 0, "bytes_summary_read": 0}, lambda *written: None)
+    drafts = rounds.config(config)
+    assert drafts.selection_config == verify.draft_selection(config.selection_config) != config.selection_config
+    assert drafts.cache_config == config.cache_config and drafts.selection_config.num_recent_tokens > verify.most
