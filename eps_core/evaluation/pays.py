@@ -49,7 +49,7 @@ def _from_where(context: int, times: float, eps: dict[str, Any], pays: PaysFrom 
         fix = "leave --eps-verify out" if paced else "use --eps-draft auto, which drafts where it pays"
         return f"a round gives {got:.1f} tokens and must give more than {times * got:.1f}: {fix}"
     if pays is None:
-        return "array operations are for checks, and and their times say nothing: use --backend auto --kernels auto"
+        return "array operations are for checks, and their times say nothing: use --backend auto --kernels auto"
     tokens = pays()
     if tokens is None:
         return "it pays at no context that this model holds (estimated from one layer's times): use --method off"
