@@ -7,6 +7,7 @@ set -euo pipefail
 . "$(dirname "$0")/help.sh"
 at_most 1 "$@"
 cd "$(dirname "$0")/.."
+unset PYTHONPATH  # nothing of a checkout there, either
 root=$PWD
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
