@@ -70,7 +70,7 @@ def _check_address(host: str, port: int) -> None:
         "eps-proto serve --engine vllm --model DIR --method off": "the same server without EPS",
     },
 )
-@option("--engine", heading=MODEL, type=click.Choice(ENGINES), required=True, help="Whose server.")
+@option("--engine", heading=MODEL, type=click.Choice(ENGINES), required=True, help="Engine to serve with.")
 @model_option
 @option("--host", heading=MODEL, default="127.0.0.1", show_default=True, help="Address to listen at.")
 @option("--port", heading=MODEL, type=Whole(most=65535), default=8000, show_default=True)
