@@ -90,8 +90,8 @@ def _check_address(host: str, port: int) -> None:
 def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     """Start an engine's own OpenAI-compatible server with EPS in it. What stands after -- goes to that server as it is.
 
-    The endpoint, its batching and its flags are the engine's; EPS gates the decode steps of the layers that it says at
-    the start. --method off starts the same server without EPS.
+    The endpoint, its batching and its flags are the engine's; EPS makes the decode steps of the layers that it
+    names at the start sparse. --method off starts the same server without EPS.
     """
     outputs.check({"--metrics": flags["metrics"]}, {"--model": flags["model"] or DEMO_MODEL})
     given = given_flags(ctx, flags)
