@@ -87,7 +87,7 @@ def _automatic() -> Backend:
             usable.append(load_backend(name))
         except ConfigError:
             continue
-    # a GPU first; among CPUs torch was the fastest (eps_core/README.md, "Decisions")
+    # a GPU first; among CPUs torch was the fastest (docs/decisions.md)
     for backend in usable:
         if any(device != "cpu" for device in backend.devices()):
             return backend

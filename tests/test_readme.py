@@ -1,5 +1,5 @@
-"""The three READMEs: short where promised, no dead link, no flag that is not there, commands and Python that run as
-written."""
+"""README.md and docs/: short where promised, no dead link, no flag that is not there, commands and Python that run as
+written, generated parts and the figure as the code has them."""
 
 import itertools
 import json
@@ -16,13 +16,21 @@ import pytest
 import tiny_models
 from command import outcome
 
+import docs
 from eps_core.cli.main import cli
+from eps_core.config.bytes import kv_bytes, scoring_bytes
+from eps_core.config.cache import CacheSpec
+from eps_core.config.eps import EpsConfig
 from eps_core.load import ENGINES
+from eps_core.metrics import keys
+from eps_core.metrics.provenance import run_line
+from eps_core.metrics.rounds import ROUND_KEYS, summarise_rounds
+from eps_core.metrics.steps import STEP_KEYS, summarise
 
 ROOT = Path(__file__).parent.parent
-README, RESULTS, CORE, ARCHITECTURE = (
-    ROOT / name for name in ("README.md", "results/README.md", "eps_core/README.md", "docs/architecture.md")
-)
+README, RESULTS = ROOT / "README.md", ROOT / "results" / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+QUICKSTART, ENGINES_PAGE = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "engines.md"
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
@@ -45,6 +53,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
+def written(page: Path) -> str:
+    """Return what was written by hand of a page."""
+    return docs.PART.sub("", page.read_text())
+
+
 def commands(page: Path) -> list[list[str]]:
     """Every command of its `sh` blocks, those of a line after each other."""
     found: list[list[str]] = []
@@ -61,7 +74,7 @@ def test_the_readme_is_a_screen_and_a_half() -> None:
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("page", (README, RESULTS, CORE, ARCHITECTURE), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", (README, RESULTS, *DOCS), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_tracked_file(page: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = {(ROOT / name).resolve() for name in listed.stdout.split("\0") if name}
@@ -75,18 +88,65 @@ def test_every_link_leads_to_a_tracked_file(page: Path) -> None:
         assert not anchor or anchor[1:] in anchors(file), f"{target} has no heading {anchor}"
 
 
-@pytest.mark.parametrize("page", (README, CORE), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", (README, *DOCS), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_flag_exists(page: Path) -> None:
-    others = "vllm serve", "pip install", "scripts/test.sh"  # lines whose flags are not of our commands
-    ours = [line for line in page.read_text().splitlines() if not any(other in line for other in others)]
-    named = set(FLAG.findall("\n".join(ours)))
-    assert named and not named - flags_of(cli)
+    # lines whose flags are not of our commands
+    others = "vllm serve", "--worker-extension", "pip install", "scripts/test.sh", "lm_eval run"
+    ours = [line for line in written(page).splitlines() if not any(other in line for other in others)]
+    assert not set(FLAG.findall("\n".join(ours))) - flags_of(cli)
+
+
+def test_every_page_is_listed_and_short() -> None:
+    listed = {target for target, _ in LINK.findall((ROOT / "docs" / "README.md").read_text())}
+    for page in DOCS:
+        own = written(page).splitlines()
+        assert page.name == "README.md" or page.name in listed, page.name
+        assert len(own) <= 130, f"{page.name} has {len(own)} lines"
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_generated_parts_are_current(page: Path) -> None:
+    assert docs.generated(page.read_text()) == page.read_text(), "run python scripts/docs.py"
+
+
+def test_every_generated_part_has_a_place() -> None:
+    assert sorted(name for page in DOCS for _, name, *_ in docs.PART.findall(page.read_text())) == sorted(docs.PARTS)
+
+
+def test_every_key_of_the_jsonl_is_described() -> None:
+    described = keys.STEP | keys.ROUND
+    assert set(keys.STEP) == {*STEP_KEYS}
+    assert set(keys.ROUND) <= {*ROUND_KEYS} <= set(described)
+    assert all(described[name].kind in keys.KINDS for name in described)
+    summed = set(described)
+    for summary in (summarise([]), summarise_rounds([])):
+        assert set(summary) <= set(keys.SUMMARY) | summed
+    assert set(keys.SUMMARY) <= set(summarise_rounds([]))
+    line = run_line(EpsConfig(), CacheSpec(1, 1, 8, 1), "numpy", "cpu", "demo", {})
+    assert set(line) <= set(keys.RUN)
+
+
+def test_the_figure_says_the_bytes_of_the_default() -> None:
+    config, head_dim, tokens, text = EpsConfig.of(method="rq"), 128, 32768, (ROOT / "docs" / "idea.svg").read_text()
+    dense = kv_bytes(1, 1, head_dim, tokens, "bfloat16")
+    summaries, selected = scoring_bytes(config, head_dim, [tokens]), config.budget_groups(tokens)
+    read = kv_bytes(1, 1, head_dim, selected, "bfloat16")
+    for figure in (
+        f"{summaries / tokens:.0f} bytes a token", f"{dense // tokens} bytes a token", f"{selected:,} tokens",
+        f"{summaries / 1e6:.2f} MB", f"{read / 1e6:.2f} MB", f"{(summaries + read) / 1e6:.2f} MB",
+        f"{dense / 1e6:.1f} MB", f"{100 * (summaries + read) / dense:.1f} %",
+    ):  # fmt: skip
+        assert figure in text, figure
 
 
 @pytest.mark.parametrize(
     ("page", "number", "says"),
-    ((README, 0, "bytes read"), (CORE, 0, "27182 stop 6 tokens after"), (CORE, 1, "estimated share unread")),
-    ids=("README.md", "eps_core/README.md API", "eps_core/README.md layer"),
+    (
+        (README, 0, "bytes read"),
+        (QUICKSTART, 0, "27182 stop 6 tokens after"),
+        (ENGINES_PAGE, 0, "estimated share unread"),
+    ),
+    ids=("README.md", "quickstart.md", "engines.md"),
 )
 def test_its_python_runs_as_written(page: Path, number: int, says: str) -> None:
     block = blocks(page, "python")[number]
@@ -119,7 +179,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-COMMANDS = dict.fromkeys(tuple(line) for page in (README, CORE) for line in commands(page) if line[0] not in LONG)
+COMMANDS = dict.fromkeys(tuple(line) for page in (README, *DOCS) for line in commands(page) if line[0] not in LONG)
 
 
 def test_their_commands_run_as_printed(folder: Path) -> None:
@@ -147,7 +207,7 @@ def test_every_engine_has_a_block_of_a_few_lines(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_long_ones_are_there() -> None:
-    named = {line[0] for page in (README, CORE) for line in commands(page)} - {"eps-proto"}
+    named = {line[0] for page in (README, *DOCS) for line in commands(page)} - {"eps-proto"}
     assert named == LONG and all(os.access(ROOT / name, os.X_OK) for name in LONG)
 
 

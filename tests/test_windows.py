@@ -195,6 +195,6 @@ def test_the_readme_names_every_family() -> None:
     names["gemma3_text"] = "Gemma 3 (text)"
     assert set(names) == set(FAMILIES)
     root = Path(__file__).parent.parent
-    for page in ("README.md", "eps_core/README.md"):
+    for page in ("README.md", "docs/models.md"):
         text = " ".join((root / page).read_text().split())
         assert not [name for name in names.values() if name not in text], page

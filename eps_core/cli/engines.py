@@ -70,7 +70,7 @@ def _check_address(host: str, port: int) -> None:
         "eps-proto serve --engine vllm --model DIR --method off": "the same server without EPS",
     },
 )
-@option("--engine", heading=MODEL, type=click.Choice(ENGINES), required=True, help="Whose server.")
+@option("--engine", heading=MODEL, type=click.Choice(ENGINES), required=True, help="Engine to serve with.")
 @model_option
 @option("--host", heading=MODEL, default="127.0.0.1", show_default=True, help="Address to listen at.")
 @option("--port", heading=MODEL, type=Whole(most=65535), default=8000, show_default=True)
@@ -90,8 +90,8 @@ def _check_address(host: str, port: int) -> None:
 def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     """Start an engine's own OpenAI-compatible server with EPS in it. What stands after -- goes to that server as it is.
 
-    The endpoint, its batching and its flags are the engine's; EPS gates the decode steps of the layers that it says at
-    the start. --method off starts the same server without EPS.
+    The endpoint, its batching and its flags are the engine's; EPS makes the decode steps of the layers that it
+    names at the start sparse. --method off starts the same server without EPS.
     """
     outputs.check({"--metrics": flags["metrics"]}, {"--model": flags["model"] or DEMO_MODEL})
     given = given_flags(ctx, flags)

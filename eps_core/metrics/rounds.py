@@ -17,37 +17,33 @@ from eps_core.metrics.steps import WARM_UP_STEPS, kl_divergence, log_softmax, pe
 @dataclass
 class RoundRecord:
     """One round of the sequences still running. Sequence `sequences[i]` says `tokens[i]`, in order: several of each.
-    A round without drafts is a dense step."""
+    A round without drafts is a dense step. `keys.ROUND` and `keys.STEP` have the meaning of every field."""
 
-    step: int  # rounds before this one
+    step: int
     sequences: list[int]
     tokens: list[int]
-    drafted: list[int]  # of each running sequence, in the order in which they first appear in `sequences`
+    drafted: list[int]
     accepted: list[int]
     emitted: list[int]
-    gamma: int  # drafts that were asked for
-    offered_by_depth: list[int]  # drafts at each depth whose predecessors were accepted
+    gamma: int
+    offered_by_depth: list[int]
     accepted_by_depth: list[int]
     bytes_kv_draft: int
     bytes_summary_draft: int
-    bytes_kv_verify: int  # of a round without drafts: of its dense step
+    bytes_kv_verify: int
     bytes_k_reread: int
-    bytes_kv_dense: int  # what dense decoding reads for the same tokens
-    weight_passes: int  # over all weights: one of each draft step, dense step and verify pass
-    # of these passes: the drafter's weights in draft steps, the decoder's in the others; None: an engine's, not known
+    bytes_kv_dense: int
+    weight_passes: int
     bytes_weights: int | None
-    draft_ms: float  # of all draft steps
-    verify_ms: float  # of a round without drafts: of its dense step
-    round_ms: float  # the whole round on the host's clock
-    # of every drafted position, by depth, mean over sequences: drafts of any depth share their prefix with the pass
-    audit_kl: list[float]  # KL(dense || draft) of the next token, nats
-    audit_tv: list[float]  # total variation between them
-    skipped_mass_true_max: (
-        list[float] | None
-    )  # share of the dense softmax that the draft left out, mean over layers, heads
-    top2_margin_min: float | None  # of all tokens said, nats: the closest that a runner-up came; None: none did
-    rolled_back: int  # slots given back
-    fallbacks: dict[str, int]  # reason -> sequences that were not drafted for, or not as far
+    draft_ms: float
+    verify_ms: float
+    round_ms: float
+    audit_kl: list[float]
+    audit_tv: list[float]
+    skipped_mass_true_max: list[float] | None
+    top2_margin_min: float | None
+    rolled_back: int
+    fallbacks: dict[str, int]
     margins: list[float] = field(default_factory=list, repr=False)  # of each of `tokens`; not written
 
     def to_dict(self) -> dict[str, Any]:

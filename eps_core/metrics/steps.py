@@ -70,7 +70,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 class StepRecord:
     """One decode step of the sequences still running. `tokens[i]` is what sequence `sequences[i]` says next, and
     `lengths[i]` the tokens that the step attended for it; further ones are of sequences that had ended already, which
-    an engine that computes ahead attends once more."""
+    an engine that computes ahead attends once more. `keys.STEP` has the meaning of every field."""
 
     step: int
     sequences: list[int]
@@ -80,29 +80,27 @@ class StepRecord:
     pages_visited: int
     pages_skipped: int
     pages_always_selected: int
-    pages_wanted: (
-        int | None
-    )  # scope union: what each kv head alone asked for, summed; selected / wanted = amplification
-    bytes_kv_read_est: int  # tiles gathered of K and V
-    bytes_kv_dense: int  # what dense attention reads in the same step
-    bytes_kv_kept: int  # K and V that the cache holds of these sequences; the same where nothing is evicted
-    rows_moved: int  # (layer, kv head, token)s that evictions after this step copied to another place
-    units_freed: int  # of the pool, of single heads, that these gave back
+    pages_wanted: int | None
+    bytes_kv_read_est: int
+    bytes_kv_dense: int
+    bytes_kv_kept: int
+    rows_moved: int
+    units_freed: int
     bytes_summary_read: int
-    bytes_k_reread: int  # K read back to finalize groups that filled in this step
-    eps_prepass_ms: float | None  # None: this step was not timed layer by layer
+    bytes_k_reread: int
+    eps_prepass_ms: float | None
     attention_ms: float | None
-    decode_ms: float | None  # the whole step on the host's clock; None: an engine's own, which nobody timed
-    skipped_mass_mean: float | None  # mean over sequences, layers and kv heads of the estimated unread softmax share
-    skipped_mass_bound_max: float | None  # the largest bounded upper bound of any of them
-    skipped_mass_true_max: float | None  # the largest of any of them, measured by a second, dense read; audits only
-    output_error_bound: float | None  # the largest upper bound of the L2 error of any query head's output
-    extensions: int  # strict: (sequence, layer, kv head)s that were given more groups
-    pages_extended: int  # groups that strict mode added for them, part of pages_visited
+    decode_ms: float | None
+    skipped_mass_mean: float | None
+    skipped_mass_bound_max: float | None
+    skipped_mass_true_max: float | None
+    output_error_bound: float | None
+    extensions: int
+    pages_extended: int
     audited: bool
-    audit_kl: float | None  # KL of this step's next token against a dense step's, nats, mean over sequences
-    audit_alarms: int  # (sequence, layer, kv head)s of which the error bound or the estimate was wrong
-    bound_by_head: np.ndarray | None = field(repr=False)  # [L, Hkv] the same as above, largest over sequences
+    audit_kl: float | None
+    audit_alarms: int
+    bound_by_head: np.ndarray | None = field(repr=False)
     estimate_by_head: np.ndarray | None = field(repr=False)
     true_by_head: np.ndarray | None = field(repr=False)
     fallbacks: dict[str, int]
