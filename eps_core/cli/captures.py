@@ -317,7 +317,7 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
     examples={
         "eps-proto calibrate -o policy.json": "the demo model along the shipped text",
         "eps-proto calibrate --model DIR --text long.txt -o policy.json": "yours",
-        "eps-proto run --method rq --eps-heads retrieval --eps-head-policy policy.json": "gate what retrieves",
+        "eps-proto run --method rq --eps-heads retrieval --eps-head-policy policy.json": "sparse where heads retrieve",
     },
 )
 @model_option
