@@ -20,9 +20,12 @@ from eps_core.cli.main import cli
 from eps_core.load import ENGINES
 
 ROOT = Path(__file__).parent.parent
-README, RESULTS, CORE, ARCHITECTURE = (
-    ROOT / name for name in ("README.md", "results/README.md", "eps_core/README.md", "docs/architecture.md")
-)
+README, RESULTS, LEADERBOARD, CORE, ARCHITECTURE = (
+    ROOT / name
+    for name in (
+        "README.md", "results/README.md", "results/LEADERBOARD.md", "eps_core/README.md", "docs/architecture.md",
+    )
+)  # fmt: skip
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
@@ -61,7 +64,9 @@ def test_the_readme_is_a_screen_and_a_half() -> None:
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("page", (README, RESULTS, CORE, ARCHITECTURE), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", (README, RESULTS, LEADERBOARD, CORE, ARCHITECTURE), ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_every_link_leads_to_a_tracked_file(page: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = {(ROOT / name).resolve() for name in listed.stdout.split("\0") if name}
