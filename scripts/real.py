@@ -1,7 +1,8 @@
 """Measure sparse decode attention on a real pretrained model: KL against bytes, for EPS and for its peers.
 
     python scripts/real.py --model DIR --context 4096 --documents 8 --steps 64 -o rows.jsonl
-    python scripts/real.py --tables -o rows.jsonl    # the tables of all cells that are in it, as Markdown
+    python scripts/real.py --tables -o rows.jsonl    # tables of all cells that are in it, as Markdown
+    python scripts/real.py --tables cells -o rows.jsonl    # every method at every budget
 
 EPS is the product itself. Its peers are computed here, in float32 over a cache rounded to bfloat16, from their sources:
 
@@ -284,42 +285,180 @@ def measure(
         return rows + simulate(session, prefixes[0].keys_values, tokens, steps, peers)
 
 
-ORDER = ("EPS", "EPS meanstd", "Quest", "UNIQUE", "1-bit codes", "oracle", FP8)
+ORDER = ("EPS", "EPS meanstd", "Quest", "UNIQUE", "1-bit codes", "oracle")
+# EPS over what a peer reads, in what: claimed on models that we trained, and at most, by the project's goals
+OVER = (
+    ("bytes over Quest's", "Quest", "bytes", "0.20", "at most 0.35"),
+    ("bytes over UNIQUE's", "UNIQUE", "bytes", "0.23", "at most 0.5"),
+    ("bytes over 1-bit codes'", "1-bit codes", "bytes", "-", "at most 0.8"),
+    ("tokens over the oracle's", "oracle", "budget", "-", "at most 1.5"),
+)
+Cells = dict[tuple[str, int], list[dict]]  # rows by model and context
+Known = tuple[float | None, str]  # a value, and how it is known: measured, < or > it, or - for none
 
 
-def bytes_at(rows: list[dict]) -> str:
-    """Return the share of the dense bytes at a mean KL of 0.01, of one method's rows of one cell."""
+def crossing(rows: list[dict], kl: float = 0.01, by: str = "bytes") -> Known:
+    """Return the share of the dense bytes, or of the tokens (`by` budget), at a mean KL, of one method's rows of one
+    cell."""
     points: dict[float, list[dict]] = {}
     for row in rows:
         points.setdefault(row["budget"], []).append(row)
-    curve = [
-        (float(np.mean([row["bytes"] for row in same])), float(np.concatenate([row["kl"] for row in same]).mean()))
-        for same in points.values()
+    return bytes_at_kl(
+        [(float(np.mean([row[by] for row in same])), joined(same, "kl").mean()) for same in points.values()], kl
+    )
+
+
+def over(one: Known, other: Known) -> Known:
+    """Return one value over another; a bound where either is one, none where bounds contradict each other."""
+    if one[0] is None or other[0] is None:
+        return None, "-"
+    signs = {one[1], {"<": ">", ">": "<"}.get(other[1], other[1])} - {"measured"}
+    return (one[0] / other[0], signs.pop() if signs else "measured") if len(signs) < 2 else (None, "-")
+
+
+def said(known: Known) -> str:
+    value, how = known
+    return "-" if value is None else f"{'' if how == 'measured' else how + ' '}{value:.3f}"
+
+
+def joined(rows: list[dict], name: str) -> np.ndarray:
+    """Return the values of all steps of all documents."""
+    return np.concatenate([row[name] for row in rows])
+
+
+def of_method(rows: list[dict], method: str) -> list[dict]:
+    return [row for row in rows if row["method"] == method]
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def by_cell(rows: list[dict]) -> Cells:
+    """Return rows by cell: SmolLM2 first, contexts rising."""
+    cells: Cells = {}
+    for row in sorted(rows, key=lambda row: (row["model"] != "smollm2", row["model"], row["context_tokens"])):
+        cells.setdefault((row["model"], row["context_tokens"]), []).append(row)
+    return cells
+
+
+def compared(cells: Cells) -> Cells:
+    return {cell: rows for cell, rows in cells.items() if of_method(rows, "oracle")}
+
+
+def titles(cells: Cells) -> list[str]:
+    return [f"{model}, {context:,}" for model, context in cells]
+
+
+def documents_by_steps(rows: list[dict]) -> str:
+    steps = sorted({len(row["kl"]) for row in rows})
+    return f"{len({(row['context_tokens'], row['document']) for row in rows})} x {' or '.join(map(str, steps))}"
+
+
+def peers_table(cells: Cells) -> str:
+    """Return the share of the dense bytes at a mean KL of 0.01, by method and cell."""
+    cells = compared(cells)
+    rows = [["documents x steps", *map(documents_by_steps, cells.values())]]
+    rows += [[name, *(said(crossing(of_method(same, name))) for same in cells.values())] for name in ORDER]
+    return markdown_table(["bytes at a KL of 0.01", *titles(cells)], rows)
+
+
+def claims_table(cells: Cells) -> str:
+    """Return what was claimed on models that we trained, what is aimed at, and what was measured, by cell."""
+    cells = compared(cells)
+    default = [of_method(same, "EPS default") for same in cells.values()]
+    each = [
+        [joined(one, "kl") if one else None for one in default],
+        [joined(one, "agree") if one else None for one in default],
     ]
-    value, known = bytes_at_kl(curve)
-    return "-" if value is None else f"{'' if known == 'measured' else known + ' '}{value:.3f}"
+
+    def shown(spec: str, of: Callable[[np.ndarray], float], which: int = 0) -> list[str]:
+        return ["-" if values is None else format(of(values), spec) for values in each[which]]
+
+    rows = [
+        ["bytes at a KL of 0.01", "0.037", "-", *(said(crossing(of_method(same, "EPS"))) for same in cells.values())]
+    ]
+    for label, name, by, claimed, goal in OVER:
+        both = [[crossing(of_method(same, one), by=by) for one in ("EPS", name)] for same in cells.values()]
+        rows.append([label, claimed, goal, *(said(over(*pair)) for pair in both)])
+    rows += [
+        ["default: mean KL", "0.005", "at most 0.01", *shown(".4f", np.mean)],
+        ["default: p99 over the mean", "-", "at most 10", *shown(".1f", lambda kl: np.quantile(kl, 0.99) / kl.mean())],
+        ["default: largest KL of a step", "-", "at most 1", *shown(".3f", np.max)],
+        ["default: top-1 agreement", "-", "at least 0.97", *shown(".3f", np.mean, 1)],
+    ]
+    return markdown_table(["EPS", "claimed before", "goal", *titles(cells)], rows)
 
 
-def table(rows: list[dict]) -> str:
-    """Return a Markdown table of one cell: KL at each budget with the 95 % interval over documents, tails, bytes."""
+def default_table(cells: Cells) -> str:
+    """Return how far the default moves the next token, by cell and kind of text; contexts at which every step is dense
+    share a row."""
+    kinds, groups = tuple(dict.fromkeys(KINDS)), {}
+    for (model, context), same in cells.items():
+        if own := of_method(same, "EPS default"):
+            dense = all(row["bytes"] == 1 for row in own)
+            groups.setdefault((model, None if dense else context), []).extend(own)
+    rows = []
+    for (model, _), own in groups.items():
+        kl, contexts = joined(own, "kl"), sorted({row["context_tokens"] for row in own})
+        each = [[row for row in own if row["kind"] == kind] for kind in kinds]
+        rows.append([
+            model, " to ".join(f"{context:,}" for context in dict.fromkeys((contexts[0], contexts[-1]))),
+            documents_by_steps(own), f"{np.mean([row['bytes'] for row in own]):.3f}", f"{kl.mean():.4f}",
+            *(f"{joined(one, 'kl').mean():.4f}" if one else "-" for one in each),
+            f"{np.quantile(kl, 0.99):.3f}", f"{kl.max():.3f}", f"{joined(own, 'agree').mean():.3f}",
+        ])  # fmt: skip
+    head = ["model", "context", "documents x steps", "bytes", "mean KL", *(f"of {kind}" for kind in kinds)]
+    return markdown_table([*head, "p99", "largest", "top-1"], rows)
+
+
+def fp8_table(cells: Cells) -> str:
+    """Return the bytes at which EPS has the mean KL of an FP8 cache, by cell."""
+    rows = []
+    for (model, context), same in compared(cells).items():
+        cache = of_method(same, FP8)
+        num_bytes, kl = float(np.mean([row["bytes"] for row in cache])), float(joined(cache, "kl").mean())
+        at = crossing(of_method(same, "EPS"), kl)
+        rows.append([
+            model, f"{context:,}", f"{num_bytes:.3f}", f"{kl:.4f}", said(at), said(over(at, (num_bytes, "measured"))),
+        ])  # fmt: skip
+    head = ["model", "context", "FP8: bytes", "FP8: mean KL", "EPS: bytes at that KL", "over FP8's bytes"]
+    return markdown_table(head, rows)
+
+
+def cell_table(rows: list[dict]) -> str:
+    """Return every method at every budget of one cell, means with the 95 % interval over documents."""
     groups: dict[str, dict[Any, list[dict]]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: not row["method"].startswith("EPS")):
         groups.setdefault(row["method"], {}).setdefault(row["budget"], []).append(row)
-    lines = ["| method | bytes: KL [95 % interval], p99, top-1 | bytes at KL 0.01 |", "|---|---|---|"]
-    for method, cells in groups.items():
-        points = []
-        for same in cells.values():
-            kl, means = np.concatenate([row["kl"] for row in same]), [float(np.mean(row["kl"])) for row in same]
-            low, high = bootstrap_interval(means, 0) or (math.nan, math.nan)
-            num_bytes = float(np.mean([row["bytes"] for row in same]))
-            agree = np.mean(np.concatenate([row["agree"] for row in same]))
-            points.append(
-                f"{num_bytes:.3f}: {kl.mean():.4f} [{low:.4f}, {high:.4f}], {np.quantile(kl, 0.99):.3f}, {agree:.3f}"
-            )
-        lines.append(
-            f"| {method} | {'<br>'.join(points)} | {bytes_at([row for same in cells.values() for row in same])} |"
-        )
-    return "\n".join(lines)
+    lines = []
+    for method, points in groups.items():
+        for budget, same in points.items():
+            kl, interval = joined(same, "kl"), bootstrap_interval([float(np.mean(row["kl"])) for row in same], 0)
+            lines.append([
+                method, "its default" if budget is None else f"{budget:g}",
+                f"{np.mean([row['bytes'] for row in same]):.3f}", f"{kl.mean():.4f}",
+                "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}",
+                f"{np.quantile(kl, 0.99):.3f}", f"{kl.max():.3f}", f"{joined(same, 'agree').mean():.3f}",
+            ])  # fmt: skip
+    head = ["method", "of the tokens", "bytes", "mean KL", "95 % interval", "p99", "largest", "top-1"]
+    return markdown_table(head, lines)
+
+
+def cells_tables(cells: Cells) -> str:
+    """Return a table of each cell in which peers were measured."""
+    parts = []
+    for (model, context), rows in compared(cells).items():
+        number, steps = documents_by_steps(rows).split(" x ")
+        heading = f"## {model}, {context:,} tokens, {number} document{'s' * (number != '1')} of {steps} steps"
+        parts.append(f"{heading}\n\n{cell_table(rows)}")
+    return "\n\n".join(parts)
+
+
+TABLES: dict[str, Callable[[Cells], str]] = {
+    "peers": peers_table, "claims": claims_table, "default": default_table, "fp8": fp8_table, "cells": cells_tables,
+}  # fmt: skip
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -328,37 +467,14 @@ def rows_of(path: Path) -> list[dict]:
     return [row for row in lines if row.get("type") == "row"]
 
 
-def tables(rows: list[dict]) -> str:
-    """Return Markdown: bytes at a KL of 0.01 by method and cell, the default by context, and each cell."""
-    cells: dict[tuple[str, int], list[dict]] = {}
-    for row in sorted(rows, key=lambda row: (row["model"] != "smollm2", row["model"], row["context_tokens"])):
-        cells.setdefault((row["model"], row["context_tokens"]), []).append(row)
-    compared = {cell: same for cell, same in cells.items() if any(row["method"] == "oracle" for row in same)}
-    parts = ["| bytes at a KL of 0.01 | " + " | ".join(f"{model}, {context:,}" for model, context in compared) + " |"]
-    parts[0] += "\n|---|" + "---|" * len(compared)
-    for method in ORDER:
-        each = [[row for row in same if row["method"] == method] for same in compared.values()]
-        if method == FP8:  # one number of bytes: its KL
-            said = [f"KL {np.concatenate([row['kl'] for row in one]).mean():.4f} at 0.516" for one in each]
-        else:
-            said = [bytes_at(one) if one else "-" for one in each]
-        parts[0] += f"\n| {method} | {' | '.join(said)} |"
-    parts.append(
-        "| default | context | documents x steps | bytes | mean KL | p99 | largest | top-1 |\n" + "|---" * 8 + "|"
-    )
-    for (model, context), same in cells.items():
-        if own := [row for row in same if row["method"] == "EPS default"]:
-            kl, agree = (np.concatenate([row[name] for row in own]) for name in ("kl", "agree"))
-            parts[1] += (
-                f"\n| {model} | {context:,} | {len(own)} x {len(own[0]['kl'])} | "
-                f"{np.mean([row['bytes'] for row in own]):.3f} | {kl.mean():.4f} | {np.quantile(kl, 0.99):.3f} | "
-                f"{kl.max():.3f} | {agree.mean():.3f} |"
-            )
-    for (model, context), same in compared.items():
-        number = len({row["document"] for row in same})
-        heading = f"**{model}, {context:,} tokens, {number} documents of {len(same[0]['kl'])} steps**"
-        parts.append(f"{heading}\n\n{table(sorted(same, key=lambda row: not row['method'].startswith('EPS')))}")
-    return "\n\n".join(parts)
+def shorter(row: dict) -> dict:
+    """Return a row whose KLs have six significant digits: files of thousands of steps stay small."""
+    return {**row, "kl": [float(f"{kl:.6g}") for kl in row["kl"]]}
+
+
+def named(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments for a run's record, of paths their names alone."""
+    return {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
 
 
 def main() -> None:
@@ -370,11 +486,15 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS), help="shares of the tokens")
     parser.add_argument("--default-only", action="store_true", help="no peers, and EPS at its default alone")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tables", action="store_true", help="print the tables of OUTPUT and measure nothing")
+    parser.add_argument(
+        "--tables", nargs="*", choices=tuple(TABLES),
+        help="print these tables of OUTPUT, all but `cells` if none is named, and measure nothing",
+    )  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, one row a document and variant")
     args = parser.parse_args()
-    if args.tables:
-        print(tables(rows_of(args.output)))
+    if args.tables is not None:
+        wanted, cells = args.tables or [name for name in TABLES if name != "cells"], by_cell(rows_of(args.output))
+        print("\n\n".join(TABLES[name](cells) for name in wanted))
         return
     require(args.model is not None, "--model is missing: give a Hugging Face directory (scripts/get_model.py)")
     for name in ("context", "documents", "steps"):
@@ -390,8 +510,7 @@ def main() -> None:
     done = {(row["document"], row["method"], row["budget"]) for row in there}
     budgets = [] if args.default_only else args.budgets
     with args.output.open("a", encoding="utf-8") as out:
-        asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        out.write(json.dumps({"type": "run", **provenance(session.backend.versions()), "asked": asked}) + "\n")
+        out.write(json.dumps({"type": "run", **provenance(session.backend.versions()), "asked": named(args)}) + "\n")
         texts = documents(session, args.context, args.steps, args.documents, args.seed)
         for index, (kind, tokens) in enumerate(texts):
             assert len(tokens) == args.context + args.steps
@@ -400,14 +519,13 @@ def main() -> None:
             if not configs and not peers:
                 continue
             found = measure(session, tokens, args.steps, configs, peers)
-            rows = [{"type": "row", **cell, "document": index, "kind": kind, **row} for row in found]
+            rows = [{"type": "row", **cell, "document": index, "kind": kind, **shorter(row)} for row in found]
             out.write("".join(json.dumps(row) + "\n" for row in rows))
             out.flush()
             there += rows
             print(f"document {index + 1} of {args.documents} ({kind})", file=sys.stderr)
-    number = len({row["document"] for row in there})
-    print(f"\n{args.model.name}, {args.context} tokens, {number} documents of {args.steps} steps\n")
-    print(table(there))
+    print(f"\n{args.model.name}, {args.context:,} tokens, documents x steps: {documents_by_steps(there)}\n")
+    print(cell_table(there))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Ask a real pretrained model look-up questions, and decode verified beside dense: what a user of the default gets.
 
     python scripts/real_answers.py --model DIR --context 4096 --documents 2 -o rows.jsonl
+    python scripts/real_answers.py --tables -o rows.jsonl    # tables of all that is in it, as Markdown
 
 A document has lines "The code for KEY is VALUE." spread evenly over real text (kinds as in real.py), and is prefilled
 once; every question about one of them is answered greedily, densely and by EPS at its default, from the same K and V.
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from real import KINDS, text
+from real import KINDS, markdown_table, named, text
 
 from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
@@ -99,33 +100,58 @@ def verified(
     return {**{name: numbers[name] for name in names}, "equal": numbers["documents_equal"] == 1}
 
 
-def report(rows: list[dict]) -> str:
-    """Return Markdown lines: look-ups with 95 % intervals, then verified decoding by temperature."""
+def grouped(rows: list[dict], kind: str, *fields: str) -> dict[tuple, list[dict]]:
+    """Return the rows of a type by model, context and `fields`: SmolLM2 first, contexts rising."""
+    found: dict[tuple, list[dict]] = {}
+    for row in sorted(rows, key=lambda row: (row["model"] != "smollm2", row["model"], row["context_tokens"])):
+        if row["type"] == kind:
+            found.setdefault(tuple(row[name] for name in ("model", "context_tokens", *fields)), []).append(row)
+    return found
+
+
+def lookups_table(rows: list[dict]) -> str:
+    """Return how many look-ups are answered densely and by EPS, with Wilson's 95 % interval of the share."""
     lines = []
-    if asked := [row for row in rows if row["type"] == "lookups"]:
-        for name in ("dense", "eps"):
-            right = [one for row in asked for one in row[name]]
+    for (model, context), same in grouped(rows, "lookups").items():
+        dense, eps = ([one for row in same for one in row[name]] for name in ("dense", "eps"))
+        shares = []
+        for right in (dense, eps):
             low, high = wilson_interval(sum(right), len(right)) or (0.0, 1.0)
-            lines.append(f"{name}: {sum(right)} of {len(right)} look-ups answered [{low:.3f}, {high:.3f}]")
-    by_draft: dict[tuple[float, float | None], list[dict]] = {}
-    for row in rows:
-        if row["type"] == "verified":
-            by_draft.setdefault((row["temperature"], row["draft_budget"]), []).append(row)
-    for (heat, budget), same in by_draft.items():
-        share, accepted, round_tokens = (
+            shares.append(f"{sum(right)} of {len(right)} ({low:.2f} to {high:.2f})")
+        lost, won = (sum(a and not b for a, b in zip(*pair, strict=True)) for pair in ((dense, eps), (eps, dense)))
+        lines.append([model, f"{context:,}", f"{len(same)}", *shares, f"{lost}", f"{won}"])
+    head = ["model", "context", "documents", "dense", "EPS", "lost", "won"]
+    return markdown_table(head, lines)
+
+
+def verified_table(rows: list[dict]) -> str:
+    """Return what verified texts read, accept and say, means over documents, at the default draft budget."""
+    lines = []
+    default = [row for row in rows if row.get("draft_budget") is None]
+    for (model, context, temperature), same in grouped(default, "verified", "temperature").items():
+        share, accepted, a_round = (
             np.mean([row[name] for row in same]) for name in ("bytes_ratio", "acceptance", "tokens_per_round")
         )
-        lines.append(
-            f"temperature {heat}, drafts by {budget or 'default'}: {sum(row['equal'] for row in same)} of {len(same)} "
-            f"texts equal, {share:.3f} of the dense bytes a token, {accepted:.3f} of the drafts accepted, "
-            f"{round_tokens:.2f} tokens a round"
-        )
-    return "\n".join(lines)
+        lines.append([
+            model, f"{context:,}", f"{temperature:g}", f"{len(same)} x {same[0]['steps']}", f"{share:.3f}",
+            f"{accepted:.3f}", f"{a_round:.1f}", f"{sum(row['equal'] for row in same)} of {len(same)}",
+        ])  # fmt: skip
+    head = ["model", "context", "temperature", "documents x tokens", "bytes a token, of dense"]
+    return markdown_table([*head, "drafts accepted", "tokens a round", "texts equal to dense"], lines)
+
+
+TABLES = {"lookups": lookups_table, "verified": verified_table}
+
+
+def rows_of(path: Path) -> list[dict]:
+    """Return the measured rows of a file of this script."""
+    lines = (json.loads(line) for line in path.read_text("utf-8").splitlines())
+    return [row for row in lines if row["type"] in TABLES]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory (scripts/get_model.py)")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory (scripts/get_model.py)")
     parser.add_argument("--context", type=int, default=4096, help="prompt tokens (default 4096)")
     parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--questions", type=int, default=20, help="about each document (default 20)")
@@ -139,22 +165,27 @@ def main() -> None:
         help="budgets of drafts, beside the default",
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--tables", nargs="*", choices=tuple(TABLES),
+        help="print these tables of OUTPUT, both if none is named, and measure nothing",
+    )  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, rows of type lookups and verified")
     args = parser.parse_args()
+    if args.tables is not None:
+        rows = rows_of(args.output)
+        print("\n\n".join(TABLES[name](rows) for name in args.tables or TABLES))
+        return
+    require(args.model is not None, "--model is missing: give a Hugging Face directory (scripts/get_model.py)")
     for name in ("context", "documents", "questions"):
         require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} is below 1: give a positive number")
     session = Session.open(args.model, backend="cuda", device="cpu", dtype="float32", kv_dtype="bfloat16")
     room = session.spec.max_context - max(args.steps, ANSWER_TOKENS)
     require(args.context <= room, f"--context {args.context} is beyond the {room} tokens that leave room to decode")
     cell = {"model": args.model.name, "context_tokens": args.context, "seed": args.seed}
-    there: list[dict] = []
-    if args.output.exists():
-        lines = (json.loads(line) for line in args.output.read_text("utf-8").splitlines())
-        there = [row for row in lines if row["type"] in ("lookups", "verified") and cell.items() <= row.items()]
+    there = [row for row in rows_of(args.output) if cell.items() <= row.items()] if args.output.exists() else []
     done = {row["document"] for row in there}
     with args.output.open("a", encoding="utf-8") as out:
-        asked_for = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        out.write(json.dumps({"type": "run", **provenance(session.backend.versions()), "asked": asked_for}) + "\n")
+        out.write(json.dumps({"type": "run", **provenance(session.backend.versions()), "asked": named(args)}) + "\n")
         for index in set(range(args.documents)) - done:
             tokens, codes = asked(session, args.context, args.questions, index, args.seed)
             prefix = session.prefix(tokens[:-1])
@@ -168,7 +199,7 @@ def main() -> None:
             out.flush()
             there += rows
             print(f"document {index + 1} of {args.documents}", file=sys.stderr)
-    print(f"\n{args.model.name}, {args.context} tokens\n\n{report(there)}")
+    print("\n" + "\n\n".join(table(there) for table in TABLES.values()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,14 @@
-"""Prints the tables of speed from the raw files of scripts/speed.sh: python scripts/speed_tables.py results"""
+"""Print the tables of speed from the raw files of scripts/speed.sh and scripts/engine_speed.sh.
+
+    python scripts/speed_tables.py results [layer] [coarse] [scaling] [steps] [engines]
+
+A table whose raw file is not there is one sentence that says which script makes it.
+"""
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +25,13 @@ MEND = "run scripts/speed.sh again"
 
 RATIOS = {"bytes_ratio": Positive, "speedup": Positive}
 SIDE = {"decode_ms_p50": Positive, "tokens_per_s": Positive}
-WHOLE_STEP = {**RATIOS, **dict.fromkeys(("model", "backend", "dtype"), Name), "dense": SIDE, "eps": SIDE}
+WHOLE_STEP = {
+    **RATIOS,
+    "prompt_tokens": Positive,
+    **dict.fromkeys(("model", "backend", "dtype"), Name),
+    "dense": SIDE,
+    "eps": SIDE,
+}
 
 
 def cells(path: Path, *needed: str) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
@@ -35,22 +47,21 @@ def row(*values: object) -> str:
     return "| " + " | ".join(str(value) for value in values) + " |"
 
 
-def layer_table(folder: Path) -> None:
+def layer_table(folder: Path, kind: str = "fine") -> None:
+    """Print one layer with the default's groups (fine), or with box at 128 tokens (coarse)."""
     print(row("backend, cache", "groups", "read", "dense: platform", "dense: ours", "score", "select", "attend",
               "correction", "step", "against platform", "against ours"))  # fmt: skip
     print("|" + "---|" * 12)
-    for kind in ("coarse", "fine"):
-        for backend, name in (("cuda", "Torch"), ("mlx", "MLX")):
-            for cell, ms in cells(folder / f"speed-{kind}-{backend}.jsonl", "eps dense", "step"):
-                best = min((variant for variant in ms if variant in PLATFORM), key=ms.__getitem__, default="eps dense")
-                parts = (
-                    f"{ms[part]:.2f}" if part in ms else "-" for part in ("score", "select", "attend", "correction")
-                )
-                print(row(
-                    f"{name}, {cell['dtype']}", f"`{cell['method']}` {cell['group_size']}",
-                    f"{cell['bytes_ratio']:.3f}", f"{ms[best]:.1f} ({best})", f"{ms['eps dense']:.1f}", *parts,
-                    f"{ms['step']:.2f}", f"{ms[best] / ms['step']:.1f} x", f"{ms['eps dense'] / ms['step']:.1f} x",
-                ))  # fmt: skip
+    for backend, name in (("cuda", "Torch"), ("mlx", "MLX")):
+        path = folder / f"speed-{kind}-{backend}.jsonl"
+        for cell, ms in cells(path, "eps dense", "step") if path.is_file() else ():
+            best = min((variant for variant in ms if variant in PLATFORM), key=ms.__getitem__, default="eps dense")
+            parts = (f"{ms[part]:.2f}" if part in ms else "-" for part in ("score", "select", "attend", "correction"))
+            print(row(
+                f"{name}, {cell['dtype']}", f"`{cell['method']}` {cell['group_size']}",
+                f"{cell['bytes_ratio']:.3f}", f"{ms[best]:.1f} ({best})", f"{ms['eps dense']:.1f}", *parts,
+                f"{ms['step']:.2f}", f"{ms[best] / ms['step']:.1f} x", f"{ms['eps dense'] / ms['step']:.1f} x",
+            ))  # fmt: skip
 
 
 def scaling_table(folder: Path) -> None:
@@ -63,15 +74,16 @@ def scaling_table(folder: Path) -> None:
 
 
 def step_table(folder: Path) -> None:
-    print(row("model", "backend, dtype", "dense", "gated", "tokens/s dense, sparse", "bytes", "dense / sparse"))
-    print("|" + "---|" * 7)
+    print(row("model", "backend, dtype", "context", "dense, ms", "sparse, ms", "tokens/s dense", "tokens/s sparse",
+              "bytes", "dense / sparse"))  # fmt: skip
+    print("|" + "---|" * 9)
     for place, values in inputs.read_jsonl(folder / "whole_step.jsonl", "results", MEND):
         line = read_record(WHOLE_STEP, current(values), place, MEND)
         dense, eps = line["dense"], line["eps"]
         print(row(
-            line["model"], f"{line['backend']}, {line['dtype']}", f"{dense['decode_ms_p50']:.1f}",
-            f"{eps['decode_ms_p50']:.1f}", f"{dense['tokens_per_s']:.3g}, {eps['tokens_per_s']:.3g}",
-            f"{line['bytes_ratio']:.3f}", f"{line['speedup']:.2f} x",
+            line["model"], f"{line['backend']}, {line['dtype']}", f"{int(line['prompt_tokens']):,}",
+            f"{dense['decode_ms_p50']:.1f}", f"{eps['decode_ms_p50']:.1f}", f"{dense['tokens_per_s']:.3g}",
+            f"{eps['tokens_per_s']:.3g}", f"{line['bytes_ratio']:.3f}", f"{line['speedup']:.2f} x",
         ))  # fmt: skip
 
 
@@ -83,10 +95,7 @@ ENGINE = {
 
 
 def engine_table(folder: Path) -> None:
-    if not (folder / "engine_speed.jsonl").is_file():  # another script's
-        print("no engine_speed.jsonl here: scripts/engine_speed.sh makes it")
-        return
-    print(row("engine", "model, dtype", "context", "tokens/s dense (its own)", "gated", "sparse / dense", "bytes"))
+    print(row("engine", "model, dtype", "context", "tokens/s dense (its own)", "sparse", "sparse / dense", "bytes"))
     print("|" + "---|" * 7)
     for place, values in inputs.read_jsonl(folder / "engine_speed.jsonl", "results", MEND):
         line = read_record(ENGINE, values, place, MEND)
@@ -97,15 +106,33 @@ def engine_table(folder: Path) -> None:
         ))  # fmt: skip
 
 
+# the table, the raw files that it is of (any of them), and the script that makes these
+TABLES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "layer": (layer_table, "speed-fine-*.jsonl", "speed.sh"),
+    "coarse": (partial(layer_table, kind="coarse"), "speed-coarse-*.jsonl", "speed.sh"),
+    "scaling": (scaling_table, "speed-scaling.jsonl", "speed.sh"),
+    "steps": (step_table, "whole_step.jsonl", "speed.sh"),
+    "engines": (engine_table, "engine_speed.jsonl", "engine_speed.sh"),
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("results"), help="of speed.sh's raw files")
-    folder = parser.parse_args().folder
-    if not folder.is_dir():
-        parser.error(f"there is no folder {folder}: run scripts/speed.sh, which makes its files")
-    for table in (layer_table, scaling_table, step_table, engine_table):
-        table(folder)
-        print()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the raw files")
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)} (all)")
+    args = parser.parse_args()
+    if not args.folder.is_dir():
+        parser.error(f"there is no folder {args.folder}: run scripts/speed.sh, which makes its files")
+    if unknown := sorted(set(args.tables) - set(TABLES)):
+        parser.error(f"table {', '.join(unknown)} is unknown: choose among {', '.join(TABLES)}")
+    for at, name in enumerate(args.tables or TABLES):
+        if at:
+            print()
+        table, files, script = TABLES[name]
+        if any(args.folder.glob(files)):
+            table(args.folder)
+        else:
+            print(f"Not measured with the current default (`scripts/{script}`).")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Whole decode steps at a long context, dense and sparse: `eps-proto run` on the demo model and on a random 1B shape.
+"""Whole decode steps at a long context, dense and sparse: `eps-proto run` on the demo model, a random 1B shape, or any
+model's folder.
 
 Speed only: the demo model is run past its trained context and the 1B model knows nothing, so what they say is not
 looked at. Appends the last line of every run, with the run line's versions and commit, to a JSONL.
 
     python scripts/whole_step.py --context 32768 --models demo,llama-1b --backend cuda
+    python scripts/whole_step.py --context 8000 --models DIR --backend cuda     (scripts/get_model.py smollm2 DIR)
 """
 
 import json
@@ -23,9 +25,10 @@ from safetensors.numpy import save_file
 from eps_core.errors import exit_code
 from eps_core.io import outputs
 from eps_core.models.config import DEMO_MODEL
+from eps_core.models.tokenizer import load_tokenizer
 from eps_core.tasks.corpus import corpus
+from eps_core.tasks.sizing import cut
 
-LONG_MODEL = Path(__file__).resolve().parent.parent / "results" / "long_model"
 # Llama 3.2 1B, whose prompt the demo's byte tokenizer makes
 LLAMA_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
@@ -77,13 +80,23 @@ def make_llama_1b(folder: Path, context: int) -> Path:
     return folder
 
 
-MODELS = {"demo": longer(DEMO_MODEL), "long": longer(LONG_MODEL), "llama-1b": make_llama_1b}
+MODELS = {"demo": longer(DEMO_MODEL), "llama-1b": make_llama_1b}
+
+
+def prompt_of(model: Path, context: int) -> str:
+    """Return text of `context` tokens, the one that begins a text included."""
+    tokenizer = load_tokenizer(model)
+
+    def encode(text: str, special: bool = True) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
+    return cut(corpus().decode("ascii"), encode, context - len(encode("")))
 
 
 @click.command()
 @click.option("--context", type=click.IntRange(min=512), default=32768, show_default=True, help="Tokens of the prompt.")
 @click.option("--new-tokens", type=click.IntRange(min=2), default=32, show_default=True)
-@click.option("--models", default="demo", show_default=True, help=f"Of {', '.join(MODELS)}; separated by commas.")
+@click.option("--models", default="demo", show_default=True, help=f"Of {', '.join(MODELS)}, or folders; commas.")
 @click.option("--backend", default="cuda,mlx", show_default=True, help="Separated by commas.")
 @click.option("--dtype", default="float32,bfloat16", show_default=True, help="Of weights and cache; commas.")
 @click.option(
@@ -96,9 +109,9 @@ def main(
 ) -> None:
     """FLAGS, after --, go to `eps-proto run` as they are."""
     names = [name.strip() for name in models.split(",")]
-    unknown = sorted(set(names) - set(MODELS))
+    unknown = sorted(name for name in set(names) - set(MODELS) if not Path(name).is_dir())
     if unknown:
-        raise click.UsageError(f"model {', '.join(unknown)} is unknown: choose among {', '.join(MODELS)}")
+        raise click.UsageError(f"model {', '.join(unknown)} is no folder: give one, or of {', '.join(MODELS)}")
     outputs.check({"-o": out}, {"the demo model": DEMO_MODEL})
     outputs.check_start("-o", out, b"{", "JSONL")
     with ExitStack() as stack:
@@ -107,15 +120,15 @@ def main(
         writer = stack.enter_context(outputs.JsonlWriter(output, kept_bytes))
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         prompt = Path(scratch) / "prompt.txt"
-        text = corpus()[: context - 1]  # one token a byte, and the one that begins a text
-        prompt.write_text(text.decode(errors="ignore"))
         for name in names:
-            folder = Path(scratch) / name
+            folder = Path(scratch) / "model"
             folder.mkdir()
-            model = MODELS[name](folder, context + new_tokens + 1)
+            model = MODELS[name](folder, context + new_tokens + 1) if name in MODELS else Path(name)
+            prompt.write_text(prompt_of(model, context))
             for one in backend.split(","):
                 for kind in dtype.split(","):
-                    line = _run(name, model, prompt, new_tokens, one, kind, flags, Path(scratch) / "metrics.jsonl")
+                    metrics = Path(scratch) / "metrics.jsonl"
+                    line = _run(Path(name).name, model, prompt, new_tokens, one, kind, flags, metrics)
                     writer.write(line)
             shutil.rmtree(folder)
 

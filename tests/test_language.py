@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [file for package in ("eps_core", "eps_cuda", "eps_mlx") for file in sorted((ROOT / package).rglob("*.py"))]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / "results" / name for name in ("README.md", "LEADERBOARD.md", "real.md", "speed.md")),
+]
 
 # a word -> what the field says
 WORDS = {

@@ -28,7 +28,8 @@ from eps_core.metrics.rounds import ROUND_KEYS, summarise_rounds
 from eps_core.metrics.steps import STEP_KEYS, summarise
 
 ROOT = Path(__file__).parent.parent
-README, RESULTS = ROOT / "README.md", ROOT / "results" / "README.md"
+README = ROOT / "README.md"
+RESULTS = sorted((ROOT / "results").glob("*.md"))
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 QUICKSTART, ENGINES_PAGE = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "engines.md"
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
@@ -74,7 +75,7 @@ def test_the_readme_is_a_screen_and_a_half() -> None:
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("page", (README, RESULTS, *DOCS), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", (README, *RESULTS, *DOCS), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_tracked_file(page: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = {(ROOT / name).resolve() for name in listed.stdout.split("\0") if name}

@@ -99,8 +99,8 @@ def test_a_script_never_replaces_what_it_reads(
 @pytest.mark.parametrize(
     "name, arguments",
     [
-        ("experiments/methods/ablate.py", ["--texts", "-1"]),
-        ("experiments/methods/ablate.py", ["--jobs", "0"]),
+        ("experiments/methods/run.py", ["--texts", "-1"]),
+        ("experiments/methods/run.py", ["--jobs", "0"]),
         ("experiments/methods/run.py", ["--contexts", "2048", "0"]),
         ("experiments/methods/run.py", ["--budgets", "nan"]),
         ("experiments/training/model_card.py", ["{}/model", "--needle-documents", "0"]),
@@ -171,35 +171,3 @@ def test_a_script_names_what_the_user_can_mend_in_one_line(
     assert ran(name, *arguments, monkeypatch=monkeypatch) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: backend 'abacus' is unknown") and error.count("\n") == 1
-
-
-def test_the_published_tables_are_those_of_the_published_rows(tmp_path: Path) -> None:
-    """What the default is changes which rows its tables ask for."""
-    for file in (SCRIPTS.parent / "results").glob("*.json*"):
-        shutil.copy(file, tmp_path)
-    command = [sys.executable, "scripts/experiments/methods/evidence.py", tmp_path]
-    done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "evidence.md").read_text() == (SCRIPTS.parent / "results" / "evidence.md").read_text()
-
-
-def test_the_tables_on_real_models_are_those_of_the_raw_rows() -> None:
-    results = SCRIPTS.parent / "results"
-    command = [sys.executable, "scripts/real.py", "--tables", "-o", results / "real.jsonl"]
-    done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("|") > 200 and done.stdout in (results / "README.md").read_text()
-
-
-def test_tables_of_a_folder_that_only_long_contexts_were_measured_into(tmp_path: Path) -> None:
-    """`scripts/long.sh DIR`: hours, after which nothing may be missing that another script makes."""
-    results = SCRIPTS.parent / "results"
-    for file in (*results.glob("long*.jsonl"), *results.glob("replay-long-*.jsonl")):
-        shutil.copy(file, tmp_path)
-    command = [sys.executable, "scripts/experiments/methods/evidence.py", tmp_path]
-    done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    titles = [line for line in (tmp_path / "evidence.md").read_text().splitlines() if line.startswith("## ")]
-    whole = [line for line in (results / "evidence.md").read_text().splitlines() if line.startswith("## ")]
-    assert titles == [one for one in whole if "long model" in one or one.startswith("## Mass recall")]
-    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["context.svg"]

@@ -1,9 +1,9 @@
 """A whole sparse layer in one call of all threads: score, select, attend, correction, merge.
 
 Called one by one, the parts cost a layer of some thousand tokens more than what they compute: threads that start three
-or four times, and what Python does in between, of which caches hold nothing after another layer's weights
-(results/README.md#codes-about-units-means). Each part's arguments are its kernel's own, its phases follow those of the
-part before, and what a part fills is done when it returns.
+or four times, and what Python does in between, of which caches hold nothing after another layer's weights.
+Each part's arguments are its kernel's own, its phases follow those of the part before, and what a part fills is done
+when it returns.
 """
 
 from eps_core.cpu.attend import attend, attend_correction, merge, skipped_mass

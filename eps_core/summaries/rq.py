@@ -10,7 +10,7 @@ from eps_core.summaries import base
 from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary, UnitFacts
 
 # Codes of single tokens find the recent tokens that matter by themselves, so few sink and recent tokens are always
-# selected. The floor keeps short prompts nearly exact; measured on real models (results/README.md, "Real models").
+# selected. The floor keeps short prompts nearly exact; measured on real models (results/README.md).
 SPEC = MethodSpec(
     group_size=1,
     colour=0,

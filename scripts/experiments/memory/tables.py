@@ -1,6 +1,6 @@
-"""Prints who wins where in memory: codes, eviction and EPS, alone and together; draws memory.svg there.
+"""Print who wins where in memory: codes, eviction and EPS, alone and together.
 
-python scripts/experiments/memory/tables.py results
+python scripts/experiments/memory/tables.py memory.jsonl -o memory.svg
 """
 
 import argparse
@@ -16,8 +16,6 @@ from eps_core.report.kinds import Line
 from eps_core.report.load import load_results
 from eps_core.report.style import INK, PALETTE, svg
 
-FILES = ("memory.jsonl", "memory-wide.jsonl")
-MEND = "run scripts/memory.sh again"
 TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
@@ -52,15 +50,18 @@ def figure(cells: list[Line]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("results"), help="of memory.sh's raw files")
-    folder = parser.parse_args().folder
-    found = titled(load_results(path for name in FILES if (path := folder / name).exists()).kept)
+    parser.add_argument("results", type=Path, nargs="+", metavar="JSONL", help="of run.py")
+    parser.add_argument("-o", "--output", type=Path, help="SVG of KL against bytes read and kept, of the first model")
+    args = parser.parse_args()
+    found = titled(load_results(args.results).kept)
     if not found:
-        raise ConfigError(f"{folder} holds no cells of arms that keep less: {MEND}")
+        names = ", ".join(map(str, args.results))
+        raise ConfigError(f"{names}: no cell of a variant that keeps less: give what run.py wrote")
     for title, cells in found:
         print(f"{title}\n\n{markdown(kept.winners(cells))}\n\n{markdown(kept.all_variants(cells))}\n")
-    with replacing(folder / "memory.svg") as out:
-        out.write(figure(found[0][1]))
+    if args.output is not None:
+        with replacing(args.output) as out:
+            out.write(figure(found[0][1]))
 
 
 if __name__ == "__main__":

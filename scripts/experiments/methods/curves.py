@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eps_core.cli.numbers import PART, argument
-from eps_core.config.bytes import correction_bytes, scoring_bytes
+from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, Outcome, run_document
@@ -31,10 +31,6 @@ from eps_core.tasks.sizing import answer_steps, answers, check_length
 
 Key = tuple[int, float]  # index of a variant, byte budget
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
-# what the tables in results/ were measured with before single tokens: pairs, with the skipped-mass correction
-PAIRS = EpsConfig.of(
-    method="rq", group_size=2, mean_tokens=32, cascade=(0.25,), rescore=0.0625, correction_tokens=128, budget=0.05
-)
 # the default, what it is held against, and the best that groups of their size can do: a first look at a model. The
 # second oracle has rq's narrow sink and recent tokens, which suit whatever ranks well and ruin what does not.
 HEADLINE = (
@@ -63,47 +59,22 @@ ARMS = (
     NARROW_ORACLE,
     EpsConfig.of(method="oracle", group_size=128),
 )
-# what each part of the codes is worth
-CODES = (
-    PAIRS,
-    PAIRS.replace(mean_tokens=64),
-    PAIRS.replace(mean_tokens=64, mean_bits=8),
-    PAIRS.replace(cascade=()),
-    PAIRS.replace(cascade=(0.5, 0.2)),
-    PAIRS.replace(rescore=0.0),
-    PAIRS.replace(correction_tokens=0),
-)
-# how little the default may read to choose: at long contexts most of its bytes are summaries, and few groups are
-# wanted. Tails are of 64 tokens, as they were, where none of 128 is asked for
-SHORT_TAIL = PAIRS.replace(correction_tokens=64)
-FLOOR = (
-    SHORT_TAIL,
-    PAIRS,
-    SHORT_TAIL.replace(cascade=(0.1,), rescore=1 / 32),
-    SHORT_TAIL.replace(cascade=(0.04,), rescore=1 / 64),
-    SHORT_TAIL.replace(cascade=(0.25, 0.05), rescore=1 / 64),
-    SHORT_TAIL.replace(cascade=(0.5, 0.2)),
-    PAIRS.replace(cascade=(0.25, 0.05), rescore=1 / 64, correction_tokens=128),
-    PAIRS.replace(mean_tokens=64, mean_bits=8, cascade=(0.25, 0.05), rescore=1 / 64, correction_tokens=128),
-)
-# what of these pays, alone and together
-CUTS = (SHORT_TAIL, PAIRS, SHORT_TAIL.replace(cascade=(0.5, 0.2)), PAIRS.replace(cascade=(0.5, 0.2)))
-# one or two settings of the default's, a step from where they are; longer corrections are of longer pool units, too
-NEAR = (
-    PAIRS,
-    PAIRS.replace(correction_tokens=256),
-    PAIRS.replace(rescore=0.1),
-    PAIRS.replace(cascade=(0.35,)),
-    PAIRS.replace(cascade=(0.5, 0.3)),
-    PAIRS.replace(cascade=(0.5, 0.3), correction_tokens=256),
-    PAIRS.replace(num_recent_tokens=4),
+# what each part of the default is worth
+PARTS = (
+    DEFAULT,
+    DEFAULT.replace(group_size=2),
+    DEFAULT.replace(mean_tokens=32),
+    DEFAULT.replace(mean_bits=8),
+    DEFAULT.replace(cascade=()),
+    DEFAULT.replace(cascade=(0.25,)),
+    DEFAULT.replace(rescore=0.0),
+    DEFAULT.replace(rescore=0.25),
+    DEFAULT.with_correction(),
 )
 SETS = {
-    "methods": ARMS, "codes": CODES, "floor": FLOOR, "cuts": CUTS, "near": NEAR, "headline": HEADLINE,
-    "default": (DEFAULT,),
+    "methods": ARMS, "parts": PARTS, "headline": HEADLINE, "default": (DEFAULT,),
     "others": tuple(variant for variant in ARMS if variant not in HEADLINE),  # where the headline is measured already
 }  # fmt: skip
-EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "cascade"))  # of cells of before there were unit means
 
 
 @dataclass(frozen=True)
@@ -203,8 +174,8 @@ def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
         "--arms",
         choices=tuple(SETS),
         default="methods",
-        help="all methods, the parts of the default's codes, what it may read less, what of that pays, a first look, "
-        "the default alone, or the methods beside the first look",
+        help="all methods, the default without or with other parts, a first look, the default alone, or the methods "
+        "beside the first look",
     )
     parser.add_argument("--budgets", type=argument(PART), nargs="+", default=BYTE_BUDGETS)
     return ()
@@ -371,22 +342,6 @@ def name_of(variant: EpsConfig) -> ArmName:
         mean_bits=cache_config.mean_bits if cache_config.mean_tokens else None,
         cascade=selection_config.cascade or None,
     )
-
-
-class Floor(NamedTuple):
-    """The parts of the bytes that a variant reads at some KL, each over the dense bytes."""
-
-    summaries: float
-    correction: float
-    tokens: float
-
-
-def floor(variant: EpsConfig, head_dim: int, context_tokens: int, bytes_ratio: float) -> Floor:
-    """Splits `bytes_ratio` of a bfloat16 cache: summaries that choose, the correction's means, K and V of tokens."""
-    dense = context_tokens * 2 * head_dim * 2
-    scoring = scoring_bytes(variant, head_dim, [context_tokens]) / dense
-    correction = correction_bytes(variant.cache_config, head_dim, context_tokens) / dense
-    return Floor(scoring - correction, correction, bytes_ratio - scoring)
 
 
 def label(name: ArmName) -> str:

@@ -1,6 +1,6 @@
-"""Makes the table of results/README.md: every method at equal total bytes, on the demo model, at each context length.
+"""Makes a table of every method at equal total bytes, on the demo model or another, at each context length.
 
-    python scripts/experiments/methods/run.py -o results/methods.jsonl            (half an hour on 2 cores)
+    python scripts/experiments/methods/run.py -o methods.jsonl            (half an hour on 2 cores)
     python scripts/experiments/methods/run.py --model DIR --text prose --chat -o FILE    (another text, needles in chat)
 
 Writes one JSON object a line (the run, then every cell) and prints the tables in Markdown. A run that was stopped goes

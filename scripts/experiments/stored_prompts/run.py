@@ -1,7 +1,7 @@
 """Time to first token of a prompt that is kept between runs (`eps-proto run --cache-dir`): every context twice, each
 run a process of its own, the second one beginning from the file of the first.
 
-    python scripts/experiments/stored_prompts/run.py --model results/long_model -o results/persist.jsonl
+    python scripts/experiments/stored_prompts/run.py --model DIR -o persist.jsonl
 
 A line a run: what was loaded and stored, `ttft_ms` from the start of loading to the first new token, and of the second
 run whether its tokens are the first one's (`tokens_same`) and its share of the first one's time (`ttft_share`).
@@ -21,17 +21,17 @@ from eps_core.errors import exit_code
 from eps_core.io import outputs
 from eps_core.load import BACKENDS
 from eps_core.metrics import provenance
+from eps_core.models.config import DEMO_MODEL
 from eps_core.models.tokenizer import load_tokenizer
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.sizing import cut
 
-LONG_MODEL = Path(__file__).resolve().parents[3] / "results" / "long_model"
 NEW_TOKENS = 16
 
 
 @click.command()
-@click.option("--model", type=click.Path(path_type=Path), default=LONG_MODEL, help="That holds the contexts.")
-@click.option("--contexts", default="8192,32768", show_default=True, help="Tokens, new ones included; commas.")
+@click.option("--model", type=click.Path(path_type=Path), default=DEMO_MODEL, help="That holds the contexts.")
+@click.option("--contexts", default="4096,16384", show_default=True, help="Tokens, new ones included; commas.")
 @click.option("--backend", default=",".join(BACKENDS), show_default=True, help="Separated by commas.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), default=Path("results/persist.jsonl"), show_default=True

@@ -1,6 +1,6 @@
-"""Asks a model that scripts/experiments/training/run.py wrote for what it knows, and writes its card beside it.
+"""Measure what a model that scripts/experiments/training/run.py wrote knows, and write its card beside it.
 
-    python scripts/experiments/training/model_card.py results/long_model      (half an hour on 2 cores for 32k)
+    python scripts/experiments/training/model_card.py DIR      (a quarter of an hour on 2 cores)
 
 What training left in training.json stays there; what is measured joins it. `departures` in it, written by hand, is how
 the weights came about otherwise than by a plain run of the script.
@@ -24,28 +24,12 @@ from eps_core.errors import exit_code
 from eps_core.io import inputs
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import filler
-from experiments.training.rows import BOS, RULER_TASKS, ruler_row
+from experiments.training.rows import BOS
 from experiments.training.run import CONFIG, Model, exported, needle_answers, predicted, write
 
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)
-RULER_LENGTHS = (4096, 16384, 32768)
-LONGEST, DEPTH_BINS, TEXT_WINDOWS = 32768, 5, 16
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384)
+LONGEST, DEPTH_BINS, TEXT_WINDOWS = 16384, 5, 16
 MEND = "train it with scripts/experiments/training/run.py"
-
-
-def ruler_accuracy(model: Model, text: bytes, length: int, count: int, seed: int) -> dict[str, float]:
-    """Return, of each RULER task of the rows, the share of held-out questions all of whose answers are the most likely
-    text, each byte given the true ones before. Answers that are generated are scored by `eps-proto evaluate`."""
-    shares = {}
-    for task in RULER_TASKS:
-        right = []
-        for index in range(count):
-            row, answer = ruler_row(text, length - 1, np.random.default_rng([seed, index]), task)
-            tokens, marked = torch.from_numpy(row), torch.from_numpy(answer)[1:]
-            got = predicted(model, tokens).argmax(-1)
-            right.append(bool((got == tokens[1:])[marked].all()))
-        shares[task] = float(np.mean(right))
-    return shares
 
 
 def held_out_bits_per_byte(model: Model, text: bytes, length: int, seed: int) -> float:
@@ -59,12 +43,11 @@ def held_out_bits_per_byte(model: Model, text: bytes, length: int, seed: int) ->
 
 
 def measured(model: Model, text: bytes, documents: int, seed: int) -> dict[str, Any]:
-    """Needles, with their depths, bits a byte of text and RULER's look-ups by context, in tokens."""
+    """Return needles, with their depths, and bits a byte of text by context, in tokens."""
     found: dict[str, Any] = {
         name: {}
         for name in (
             "needle_documents", "needle_accuracy", "needle_accuracy_by_depth", "held_out_bits_per_byte",
-            "ruler_accuracy",
         )
     }  # fmt: skip
     for length in LENGTHS:
@@ -78,8 +61,6 @@ def measured(model: Model, text: bytes, documents: int, seed: int) -> dict[str, 
         found["needle_accuracy_by_depth"][length] = [float(np.mean(x)) for x in np.array_split(right, DEPTH_BINS)]
         if length >= 1024:
             found["held_out_bits_per_byte"][length] = held_out_bits_per_byte(model, text, length, seed)
-        if length in RULER_LENGTHS:
-            found["ruler_accuracy"][length] = ruler_accuracy(model, text, length, -(-count // 2), seed)
         print(f"held-out needles at {length}: {np.mean(right):.3f} of {count}", flush=True)
     failing = [str(length) for length, share in found["needle_accuracy"].items() if share < 0.95]
     found["limit"] = (
@@ -111,17 +92,12 @@ def card(record: dict[str, Any]) -> str:
             for length, share in record["needle_accuracy"].items()
         ],
     )  # fmt: skip
-    ruler = table(
-        ["context (tokens)", *RULER_TASKS],
-        [[length, *(f"{of[task]:.2f}" for task in RULER_TASKS)] for length, of in record["ruler_accuracy"].items()],
-    )
-    start = f"from the {record['start'].replace('_', ' ')}'s weights" if record.get("start") else "from nothing"
     departures = f"\n{record['departures']}\n" if record.get("departures") else ""
-    return f"""# EPS {record["shape"]} model
+    return f"""# EPS demo model
 
 A byte-level Llama ({record["parameters"] / 1e6:.2f} M parameters: {CONFIG["num_hidden_layers"]} layers, width
 {CONFIG["hidden_size"]}, {CONFIG["num_attention_heads"]} query and {CONFIG["num_key_value_heads"]} key/value heads of
-{CONFIG["head_dim"]}), trained {start} by
+{CONFIG["head_dim"]}), trained from nothing by
 `scripts/experiments/training/run.py` on Python's standard library source mixed with
 needle documents. It knows how to look up `# The code for KEY is VALUE.` in a long text, and little else.
 It exists to exercise EPS on real attention patterns; do not use it for anything else.
@@ -135,11 +111,6 @@ Held-out needles answered exactly (all five digits, dense attention, depths spre
 a byte of held-out text, of the last 1,024 bytes of a window:
 
 {needles}
-
-RULER's look-ups, share of held-out questions all of whose answers are the most likely text, each byte given the true
-ones before:
-
-{ruler}
 
 {record["limit"]}
 {departures}

@@ -4,8 +4,6 @@ Text: Python's own standard library source (nine tenths of its files; the rest i
 Stages lengthen the context once answers are right. Writes a Hugging Face directory; `model_card.py` writes its card.
 
     python scripts/experiments/training/run.py -o eps_core/demo_model     (an hour on 2 cores; --resume)
-    python scripts/experiments/training/run.py --shape wide -o results/wide_model     (a second shape)
-    python scripts/experiments/training/run.py --shape long -o results/long_model     (the demo model, to 32,768 tokens)
 
 Preload jemalloc (LD_PRELOAD=libjemalloc.so.2): without it this script spends most of its time in the allocator.
 """
@@ -17,7 +15,6 @@ import platform
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +32,7 @@ from torch import Tensor, nn
 from eps_core.cli.numbers import SEED, TOKENS, Real, argument
 from eps_core.errors import ConfigError, exit_code
 from eps_core.io import outputs
-from eps_core.models.config import DEMO_MODEL, read_spec
+from eps_core.models.config import read_spec
 from eps_core.models.rope import inverse_frequencies
 from eps_core.tasks.corpus import corpus, held_out
 from eps_core.tasks.needle import needle_document
@@ -66,66 +63,15 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The settings in which a model differs from `demo`. `stages`: (context, most steps, tokens a step, stop early once
-    this share of answer digits is right over the last 20 steps); `start`: the folder of weights to go on from;
-    `ruler_share` of the rows are RULER's."""
-
-    stages: tuple[tuple[int, int, int, float], ...]
-    config: dict[str, Any] = field(default_factory=dict)
-    start: Path | None = None
-    ruler_share: float = 0.0
-
-
-SHAPES = {
-    "demo": Shape(
-        (
-            (256, 2400, 16384, 0.985),
-            (512, 300, 16384, 0.985),
-            (1024, 250, 16384, 0.985),
-            (2048, 220, 16384, 0.985),
-            (4096, 180, 16384, 2.0),
-            (8192, 160, 16384, 2.0),
-        )
-    ),
-    # what a selector meets is another: heads of 128, twice the layers, twice the kv heads, one query head for each
-    "wide": Shape(
-        (
-            (256, 2400, 16384, 0.97),
-            (512, 124, 16384, 0.97),
-            (1024, 60, 16384, 2.0),
-            (2048, 60, 16384, 2.0),
-            (4096, 45, 16384, 2.0),
-        ),
-        {
-            "intermediate_size": 512,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-        },
-    ),
-    # RULER's look-ups are learnt where rows are short, then the rows grow. RoPE is scaled as in Llama 3.1, which alone,
-    # without a step of training, answered 4 of 5 needles at 32,000 tokens; as it was, the demo model's weights answered
-    # none there, and 40 steps at 16,384 did not mend that
-    "long": Shape(
-        ((1024, 910, 16384, 2.0), (4096, 150, 16384, 2.0), (16384, 21, 32768, 2.0), (32768, 60, 32768, 2.0)),
-        {
-            "max_position_embeddings": 32768,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        },
-        start=DEMO_MODEL,
-        ruler_share=0.5,
-    ),
-}
-LONG_ROW = 16384  # from which on a step takes a quarter of a minute
+# (context, most steps, tokens a step, stop early once this share of answer digits is right over the last 20 steps)
+STAGES = (
+    (256, 2400, 16384, 0.985),
+    (512, 300, 16384, 0.985),
+    (1024, 250, 16384, 0.985),
+    (2048, 220, 16384, 0.985),
+    (4096, 180, 16384, 2.0),
+    (8192, 160, 16384, 2.0),
+)
 MIN_STEPS, DECAY_STEPS, WARMUP_STEPS = 60, 140, 60
 
 
@@ -275,7 +221,6 @@ def exported(out: Path) -> dict[str, Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", "--out", dest="out", type=Path, required=True)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="demo")
     parser.add_argument("--checkpoint", type=Path, default=Path("demo_checkpoint.pt"))
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seed", type=argument(SEED), default=0)
@@ -291,13 +236,9 @@ def main() -> None:
     if args.resume and not args.checkpoint.is_file():
         raise ConfigError(f"there is no checkpoint {args.checkpoint} to resume: leave out --resume")
 
-    shape = SHAPES[args.shape]
-    CONFIG.update(shape.config)
     torch.manual_seed(args.seed)
     train_text, held_text = training_text(), corpus()
     model = Model()
-    if shape.start is not None:
-        model.load_state_dict(exported(shape.start))
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     # Muon for the matrices: at this size it needed far fewer steps than AdamW until copying appeared
@@ -319,19 +260,19 @@ def main() -> None:
         with outputs.replacing(args.checkpoint, "wb") as file:
             torch.save(state, file)
 
-    for stage in range(done["stage"], len(shape.stages)):
-        length, most_steps, step_tokens, enough = shape.stages[stage]
+    for stage in range(done["stage"], len(STAGES)):
+        length, most_steps, step_tokens, enough = STAGES[stage]
         cos, sin = rope(length)
         recent: list[tuple[float, float]] = []
         first = done["step"] if stage == done["stage"] else 0
         for step in range(first, most_steps):
             started = time.perf_counter()
             rng = np.random.default_rng([args.seed, stage, step])
-            rows = batch_of(train_text, length, max(1, step_tokens // length), rng, shape.ruler_share)
+            rows = batch_of(train_text, length, max(1, step_tokens // length), rng)
             tokens, answer = map(torch.from_numpy, rows)
             # warm up once; decay to a twentieth over the last stage
             rate = min(1.0, (done["total"] + 1) / WARMUP_STEPS)
-            if stage == len(shape.stages) - 1:
+            if stage == len(STAGES) - 1:
                 rate *= max(0.05, min(1.0, (most_steps - step) / DECAY_STEPS))
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = args.lr * rate * (1.0 if length < 2048 else 0.6)
@@ -359,7 +300,7 @@ def main() -> None:
                     f"digits {mean[1]:.3f} {seconds:.2f} s/step {done['seconds'] / 60:.1f} min",
                     flush=True,
                 )
-            if done["total"] % (100 if length < LONG_ROW else 10) == 0:
+            if done["total"] % 100 == 0:
                 save()
             if args.max_steps and done["total"] >= args.max_steps:
                 return
@@ -378,7 +319,7 @@ def main() -> None:
         )
 
     record = {
-        "shape": args.shape, "start": shape.start and shape.start.name, "seed": args.seed, "torch": torch.__version__,
+        "seed": args.seed, "torch": torch.__version__,
         "python": platform.python_version(), "lr": args.lr, "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_seen": done["tokens"], "hours": done["seconds"] / 3600, "stages": done["stages"],
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """Prints the verdict on measured cells: ship, iterate, kill or not decidable.
 
-    python scripts/experiments/verdict/run.py results/long-grid.jsonl results/long-tasks.jsonl
+    python scripts/experiments/verdict/run.py grid.jsonl scores.jsonl
 
 Takes JSONL of the experiments grid and methods and of eps-proto evaluate. Prints one JSON object.
 """

@@ -1,0 +1,64 @@
+"""Remake the tables of results/*.md from their raw rows.
+
+    python scripts/tables.py            # writes each table again
+    python scripts/tables.py --check    # exit status 1 if a page holds others
+
+A table lies between two comments. The first holds the command that prints it, of a script of this folder:
+`<!-- real.py --tables peers -o results/real.jsonl -->`; the second is `<!-- end -->`.
+"""
+
+import argparse
+import io
+import re
+import runpy
+import shlex
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from eps_core.errors import exit_code
+
+SCRIPTS = Path(__file__).resolve().parent
+ROOT = SCRIPTS.parent
+BLOCK = re.compile(r"<!-- ([\w]+\.py [^\n]+) -->\n(.*?)<!-- end -->", re.S)
+
+
+def printed(command: str) -> str:
+    """Return what a script of this folder prints; paths in `command` begin at the root of the repository."""
+    name, *arguments = shlex.split(command)
+    given = [str(ROOT / one) if one.partition("/")[0] == "results" else one for one in arguments]
+    before, out = sys.argv, io.StringIO()
+    try:
+        sys.argv = [name, *given]
+        with redirect_stdout(out):
+            runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        sys.argv = before
+    return out.getvalue()
+
+
+def remade(page: str) -> str:
+    """Return a page with each of its tables printed again."""
+    return BLOCK.sub(lambda block: f"<!-- {block[1]} -->\n{printed(block[1])}<!-- end -->", page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is another")
+    check, others = parser.parse_args().check, []
+    for path in sorted((ROOT / "results").glob("*.md")):
+        page = path.read_text("utf-8")
+        new = remade(page)
+        if new != page:
+            others.append(path.name)
+            if not check:
+                path.write_text(new, "utf-8")
+    print(f"{'other tables in' if check else 'written'}: {', '.join(others) or 'none'}")
+    return int(check and bool(others))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
