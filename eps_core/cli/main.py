@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -219,12 +220,13 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         **{name.removeprefix("eps_"): flags[name] for name in _SAME},
     )
     if flags["engine"] == OWN:
-        result = compare.run(request, sys.stdout)
+        result = compare.run(request, sys.stdout, ctx.obj)  # obj: the display of a caller that is no command line
     else:
         from eps_core.evaluation import engines
 
         result = engines.run(request, sys.stdout)
-    click.echo(outputs.to_json(result))
+    if ctx.obj is None:
+        click.echo(outputs.to_json(result))
 
 
 def _large_layer(session: Any) -> dict[str, Any] | None:
@@ -299,12 +301,16 @@ def _flush() -> None:
         raise
 
 
-def main() -> None:
+def _command_line() -> Any:
+    return cli.main(prog_name="eps-proto", standalone_mode=False)
+
+
+def main(run: Callable[[], Any] = _command_line) -> None:
     """Entry point: every mistake of the user's is one line on stderr and exit code 2."""
     _open_streams()
     try:
         try:
-            code = cli.main(prog_name="eps-proto", standalone_mode=False)
+            code = run()
         finally:
             _flush()
     except (BrokenPipeError, SystemExit):  # whoever read us has gone (click turns that into an exit): nobody to tell

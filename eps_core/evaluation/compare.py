@@ -140,8 +140,27 @@ def _decode(
     return outcome
 
 
-def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
+class Display:
+    """The lines that a run writes before and after the text. `report` returns the object of the last line."""
+
+    def header(self, job: Job, out: TextIO) -> None:
+        _print_header(job, out)
+
+    def report(
+        self,
+        ran: Ran,
+        dense: Outcome | None,
+        eps: Outcome | None,
+        out: TextIO,
+        divergence: dict[str, float | None],
+        layer: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        return report(ran, dense, eps, out, divergence, layer)
+
+
+def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dict[str, Any]:
     """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
+    display = display or Display()
     with ExitStack() as stack:
         lines, csv = (
             None if path is None else stack.enter_context(outputs.Output(path, what))
@@ -173,13 +192,12 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     keep=request.keep.to_dict() if request.keep.enabled else None,
                 )
             )
-        _print_header(job, out)
+        display.header(job, out)
         measured = "eps" if changes else "dense"  # the side that metrics and csv speak of
 
         def streamed(outcome_name: str) -> Outcome:
             name = job.labels[outcome_name].lower()
-            label = f"{name:5} > "
-            text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
+            text = terminal.Answer(session.tokenizer, out, f"{name:5} > ")
             progress = terminal.Progress(f"{name}: decode", "tokens")
             alone = len(job.documents) == 1
 
@@ -191,17 +209,13 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     metrics.write(record.to_dict())
                 num_said += len(record.tokens)
                 if alone:
-                    for token in record.tokens:
-                        text.add(token)
+                    text.add(record.tokens, record.bytes_read)
                 else:  # their texts would come mixed: shown at the end
                     progress(num_said, request.max_new_tokens * len(job.documents))
 
-            with progress:
+            with text if alone else progress:
                 side = _decode(job, outcome_name, filled, on_record)
-            if alone:
-                text.flush()
-                out.write("\n")
-            else:
+            if not alone:
                 out.writelines(f"{name:5} {i} > {said}\n" for i, said in enumerate(side.texts, start=1))
                 out.flush()
             return side
@@ -263,7 +277,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 session.spec.max_context,
             ),
         )  # fmt: skip
-        return report(ran, dense, eps, out, divergence, layer)
+        return display.report(ran, dense, eps, out, divergence, layer)
 
 
 def _print_header(job: Job, out: TextIO) -> None:

@@ -46,6 +46,11 @@ class RoundRecord:
     fallbacks: dict[str, int]
     margins: list[float] = field(default_factory=list, repr=False)  # of each of `tokens`; not written
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of K, V and summaries that the round read."""
+        return self.bytes_kv_draft + self.bytes_summary_draft + self.bytes_kv_verify
+
     def to_dict(self) -> dict[str, Any]:
         """The record as written: `type` first."""
         return {"type": "round", **{name: getattr(self, name) for name in ROUND_KEYS}}
@@ -90,7 +95,7 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
     rounds_of = sum(len(r.drafted) for r in records)
     offered, kept = _summed(r.offered_by_depth for r in records), _summed(r.accepted_by_depth for r in records)
     read = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
-    total = read["bytes_kv_draft"] + read["bytes_summary_draft"] + read["bytes_kv_verify"]
+    total = sum(r.bytes_read for r in records)
     dense = read["bytes_kv_dense"]
     kl, tv = ([x for r in records for x in getattr(r, name)] for name in ("audit_kl", "audit_tv"))
     unread = [x for r in records for x in r.skipped_mass_true_max or ()]

@@ -112,6 +112,11 @@ class StepRecord:
     logits: np.ndarray | None = field(default=None, repr=False)  # [B, V] float32, kept on request
     margins: list[float] = field(default_factory=list, repr=False)  # of each of `tokens`, see `sampling.Drawn`
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of K, V and summaries that the step read."""
+        return self.bytes_kv_read_est + self.bytes_summary_read
+
     def to_dict(self) -> dict[str, Any]:
         """The record as written: `type` first, arrays left out."""
         return {"type": "step", **{name: getattr(self, name) for name in STEP_KEYS}}
@@ -260,7 +265,7 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
     num_tokens = sum(len(r.tokens) for r in records)
     totals = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
     dense = totals["bytes_kv_dense"]
-    read = totals["bytes_kv_read_est"] + totals["bytes_summary_read"]
+    read = sum(r.bytes_read for r in records)
     estimates = [r.skipped_mass_mean for r in records if r.skipped_mass_mean is not None]
     audited = [r for r in records if r.audited]
     audit_kl = _known(audited, "audit_kl")

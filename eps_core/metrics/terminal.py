@@ -12,7 +12,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.eviction.config import EvictionConfig
 
-MIB = 2**20
+MB, MIB = 10**6, 2**20
 PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
 
 
@@ -44,6 +44,65 @@ class TextStream:
         if len(now) > len(before) and (final or not now.endswith("\ufffd")):
             self.write(now[len(before) :])
             self.start, self.end = self.end, len(self.tokens)
+
+
+class Answer:
+    """The text of one decode on `out` as its tokens come. On a terminal, the line below it says meanwhile how many
+    tokens come in a second and how many bytes of the KV cache each reads; what stays is the text. A context manager,
+    because that line hides the cursor."""
+
+    def __init__(self, tokenizer: Any, out: TextIO, label: str) -> None:
+        self.out, self.live, self.text = out, None, ""  # type: TextIO, Any, str
+        self.stream = TextStream(tokenizer, self._write, label)
+        self.num_tokens = 0
+        self.first = 0.0, 0  # when the first tokens came, and how many
+
+    def add(self, tokens: Sequence[int], bytes_read: int) -> None:
+        """Show the tokens of one step, or of one round, which read `bytes_read` bytes of K, V and summaries."""
+        for token in tokens:
+            self.stream.add(token)
+        self.num_tokens += len(tokens)
+        now = time.monotonic()
+        if self.num_tokens == len(tokens):
+            self.first = now, self.num_tokens
+        (then, before), speed = self.first, ""
+        if now > then:
+            speed = f"{(self.num_tokens - before) / (now - then):.1f} tokens/s, "
+        if is_terminal(self.out):
+            self._draw(f"{speed}{bytes_read / len(tokens) / MB:,.1f} MB of the KV cache read a token")
+
+    def _write(self, piece: str) -> None:
+        self.text += piece
+        if not is_terminal(self.out):
+            self.out.write(piece)
+            self.out.flush()
+
+    def _draw(self, status: str) -> None:
+        from rich.console import Console, Group  # late: as in `Progress`
+        from rich.live import Live
+        from rich.text import Text
+
+        if self.live is None:
+            console = Console(file=self.out, force_terminal=True)
+            self.live = Live(
+                console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
+            self.live.start()
+        width, height = self.live.console.size
+        end = Text(self.text[-width * height :]).wrap(self.live.console, width)[2 - height :]
+        below = Text(f"        {status}", style="dim", no_wrap=True, overflow="ellipsis")
+        self.live.update(Group(*end, below), refresh=True)
+
+    def __enter__(self) -> "Answer":
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+        if kind is None or self.num_tokens:
+            self.stream.flush()
+            self.out.write(self.text + "\n" if is_terminal(self.out) else "\n")
+            self.out.flush()
 
 
 class Progress:
