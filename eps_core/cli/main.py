@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from eps_core.cli.options import (
     selection_options,
     summary_options,
 )
+from eps_core.cli.plot import plot_option, plotting
 from eps_core.cli.report import report_command
 from eps_core.cli.source import (
     backend_option,
@@ -51,7 +53,7 @@ from eps_core.summaries.table import method_spec
 DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
 _SAME = (
-    "engine", "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "kl", "stop", "metrics", "csv",
+    "engine", "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "stop", "metrics", "csv",
     "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat", "kv_bits", "cache_dir",
     "keep_newline",
 )  # fmt: skip
@@ -166,6 +168,7 @@ def cli() -> None:
     help="JSONL output file, one line a decode step or round.",
 )
 @option("--csv", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="CSV output file with the same steps.")
+@plot_option
 @kernels_option
 @method_option(f"off; {DEMO_METHOD} without --model")
 @selection_options
@@ -183,7 +186,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     EPS run's steps, or the dense run's where EPS is off.
     """
     outputs.check(
-        {"--metrics": flags["metrics"], "--csv": flags["csv"]},
+        {name: flags[name.strip("-")] for name in ("--metrics", "--csv", "--plot")},
         {"--prompt-file": flags["prompt_files"], "--eps-head-policy": flags["eps_head_policy"]}
         | {"--model": flags["model"] or DEMO_MODEL},
     )
@@ -207,6 +210,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     prompts = _prompts(flags)
     request = RunRequest(
         config=config,
+        kl=flags["kl"] or (flags["plot"] is not None and not flags["no_baseline"]),
         sampling=Sampling(flags["temperature"], flags["top_p"], flags["seed"], flags["sample_by"]),
         verify=verify,
         keep=keep,
@@ -220,7 +224,8 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         **{name.removeprefix("eps_"): flags[name] for name in _SAME},
     )
     if flags["engine"] == OWN:
-        result = compare.run(request, sys.stdout, ctx.obj)  # obj: the display of a caller that is no command line
+        with plotting(flags["plot"]) as plot:  # obj: the display of a caller that is no command line
+            result = compare.run(replace(request, plot=plot), sys.stdout, ctx.obj)
     else:
         from eps_core.evaluation import engines
 

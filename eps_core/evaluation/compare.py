@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TextIO
 
 import numpy as np
@@ -11,10 +11,12 @@ import numpy as np
 from eps_core.config.cache import CacheConfig
 from eps_core.config.formats import described
 from eps_core.decode.cost import Cost, cost_of
+from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import tokens_of
 from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.session import Session
 from eps_core.decode.stored import check as check_stored
+from eps_core.errors import require
 from eps_core.evaluation.codes_error import codes_error
 from eps_core.evaluation.evicted import EvictedCaches
 from eps_core.evaluation.outcomes import Ran, alike, prompt_line, report
@@ -22,6 +24,7 @@ from eps_core.evaluation.pays import timing
 from eps_core.evaluation.prefilled import Caches, Job, Prefilled, prefilled
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import UNVERIFIED, Document, Outcome, decode
+from eps_core.evaluation.trace import Reads, Trace, texts_of
 from eps_core.io import outputs
 from eps_core.metrics import provenance, terminal
 from eps_core.metrics.rounds import ROUND_KEYS, RoundRecord
@@ -49,6 +52,7 @@ def prepare(request: RunRequest) -> Job:
         made = demo_document()
         texts, answer = [made.prompt], made.answer
     prompts = session.encode_prompts(texts, request.max_new_tokens, request.chat)
+    require(request.plot is None or len(prompts) == 1, f"--plot draws one prompt (got {len(prompts)}): give one")
     stop = spec.eos_token_ids if request.stop else ()
     own = request.own_dense
     dense = session if own == session.kv_bits else replace(session, kv_bits=own, checked=set())
@@ -98,6 +102,7 @@ def _decode(
     filled: Prefilled,
     on_record: Callable[[Any], None] | None = None,
     forced: list[list[int]] | None = None,
+    decoder: Decoder | None = None,
 ) -> Outcome:
     """One side's decode of the prompts; each step's record is handed over as it comes. What it wrote is taken back."""
     request, held, documents = job.request, filled[name], job.documents
@@ -124,7 +129,7 @@ def _decode(
         request.sampling,
         first_of,
         time_every=job.session.time_every,
-        decoder=held.decoder,
+        decoder=decoder or held.decoder,
         written=held.written,
         keep_logits=request.kl and name != "eps",
         audit_every=request.audit_every if name == "eps" else 0,
@@ -194,8 +199,9 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
             )
         display.header(job, out)
         measured = "eps" if changes else "dense"  # the side that metrics and csv speak of
+        reads = None if request.plot is None else Reads(session, job.prompt_lengths[0])
 
-        def streamed(outcome_name: str) -> Outcome:
+        def streamed(outcome_name: str, reads: Reads | None = None) -> Outcome:
             name = job.labels[outcome_name].lower()
             text = terminal.Answer(session.tokenizer, out, f"{name:5} > ")
             progress = terminal.Progress(f"{name}: decode", "tokens")
@@ -207,6 +213,8 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
                 nonlocal num_said
                 if metrics is not None and outcome_name == measured:
                     metrics.write(record.to_dict())
+                if reads is not None and isinstance(record, StepRecord):
+                    reads.add(record)
                 num_said += len(record.tokens)
                 if alone:
                     text.add(record.tokens, record.bytes_read)
@@ -214,21 +222,21 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
                     progress(num_said, request.max_new_tokens * len(job.documents))
 
             with text if alone else progress:
-                side = _decode(job, outcome_name, filled, on_record)
+                side = _decode(job, outcome_name, filled, on_record, decoder=None if reads is None else reads.decoder())
             if not alone:
                 out.writelines(f"{name:5} {i} > {said}\n" for i, said in enumerate(side.texts, start=1))
                 out.flush()
             return side
 
         dense = eps = None
-        divergence: dict[str, float | None] = {}
+        divergence = Divergence()
         filled = prefilled(job)
         if request.baseline or not changes:
             dense = streamed("dense")
         if changes:
             if dense is not None and filled["dense"].pool is not filled["eps"].pool:
                 del filled["dense"]  # a cache of its own
-            eps = streamed("eps")
+            eps = streamed("eps", reads)
             if request.kl and dense is not None:
                 divergence = _divergence(job, filled, dense)
         held = filled[measured]
@@ -248,12 +256,14 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
                     "prompt_tokens": sum(job.prompt_lengths),
                     "tokens_equal": None if both is None else all(both),
                     "dense": dense.summary() if dense is not None and eps is not None else None,
-                    **divergence,
+                    **divergence.summary(),
                     **({} if main.stored is None else {"stored": main.stored}),
                 }
             )
         if csv is not None:
             write_csv(csv, main.rounds or main.records, ROUND_KEYS if main.rounds else STEP_KEYS)
+        if request.plot is not None and reads is not None and eps is not None:
+            request.plot(_trace(job, reads, dense, eps, divergence))
         layer = None  # last: what was asked for is there and written
         if request.layer is not None and job.answer is not None and both is not None and request.method_is_default:
             layer = request.layer(session)
@@ -277,7 +287,27 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
                 session.spec.max_context,
             ),
         )  # fmt: skip
-        return display.report(ran, dense, eps, out, divergence, layer)
+        return display.report(ran, dense, eps, out, divergence.summary(), layer)
+
+
+def _trace(job: Job, reads: Reads, dense: Outcome | None, eps: Outcome, divergence: "Divergence") -> Trace:
+    session, config = job.session, job.request.config
+    device = session.backend.device_name(session.device)
+    settings = {
+        "model": session.model,
+        "EPS": terminal.describe(config),
+        "K and V": described(session.kv_dtype, session.kv_bits),
+        "backend": f"{session.backend_name} on {session.device} ({device}), {session.dtype}, kernels {session.kernels}",
+    }
+
+    def texts(tokens: list[int]) -> list[str]:
+        return texts_of(session.tokenizer, tokens)
+
+    return Trace(
+        settings, reads, texts(job.documents[0].prompt), texts(eps.tokens[0]), eps.summary(),
+        None if dense is None else texts(dense.tokens[0]), None if dense is None else dense.summary(),
+        divergence.kl or None, divergence.agree or None,
+    )  # fmt: skip
 
 
 def _print_header(job: Job, out: TextIO) -> None:
@@ -309,21 +339,34 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.flush()
 
 
-def _divergence(job: Job, filled: Prefilled, dense: Outcome) -> dict[str, float | None]:
-    """KL(dense || sparse) of the next-token distribution in nats, both fed the dense run's tokens."""
-    values: list[float] = []
-    agree: list[bool] = []
+@dataclass
+class Divergence:
+    """How far the sparse side's next tokens are from dense ones, both fed the dense run's: of each token its
+    KL(dense || sparse) in nats, and whether the likeliest is the same. Empty where it was not measured."""
+
+    kl: list[float] = field(default_factory=list)
+    agree: list[bool] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float | None]:
+        """Return the fields of the last line; none where nothing was measured."""
+        if not self.kl:
+            return {}
+        return {
+            "kl_mean": float(np.mean(self.kl)),
+            "kl_max": max(self.kl),
+            "top1_agreement": float(np.mean(self.agree)),
+        }
+
+
+def _divergence(job: Job, filled: Prefilled, dense: Outcome) -> Divergence:
+    found = Divergence()
 
     def on_record(record: StepRecord) -> None:
         got, want = record.logits, dense.records[record.step].logits
         assert got is not None and want is not None
-        values.extend(np.maximum(kl_divergence(want, got), 0.0).tolist())
-        agree.extend((got.argmax(-1) == want.argmax(-1)).tolist())
+        found.kl.extend(np.maximum(kl_divergence(want, got), 0.0).tolist())
+        found.agree.extend((got.argmax(-1) == want.argmax(-1)).tolist())
         record.logits = None  # a vocabulary a step: not to be held for the whole run
 
     _decode(job, "kl", filled, on_record, forced=dense.tokens)
-    return {
-        "kl_mean": float(np.mean(values)) if values else None,
-        "kl_max": max(values, default=None),
-        "top1_agreement": float(np.mean(agree)) if agree else None,
-    }
+    return found

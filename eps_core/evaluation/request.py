@@ -12,6 +12,7 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.evaluation.runner import UNVERIFIED
+from eps_core.evaluation.trace import Trace
 from eps_core.eviction.config import EvictionConfig
 from eps_core.load import OWN
 from eps_core.metrics.steps import AUDIT_FACTOR
@@ -52,6 +53,7 @@ class RunRequest:
     keep: EvictionConfig = KEEP_ALL  # the same
     cache_dir: Path | None = None  # where prompts are kept between runs
     engine: str = OWN  # the decoder that runs the model: our own, or another engine with EPS in it
+    plot: Callable[[Trace], None] | None = None  # where set, called at the end with what the sparse steps read
     # with the built-in prompt: times one layer of a large model, for the end of the table
     layer: Callable[[Session], dict[str, Any] | None] | None = None
 
@@ -83,6 +85,12 @@ class RunRequest:
 
     def check(self) -> None:
         """Raises ConfigError, in one line, for what excludes each other or asks for nothing."""
+        for wrong, why in (
+            (not self.config.cache_config.enabled, "--plot draws what sparse steps read: choose a --method"),
+            (self.verify.enabled, "--plot draws steps and --eps-verify decodes in rounds: drop one"),
+            (self.keep.enabled, "--plot draws all of a prompt and --kv-evict keeps a part of it: drop one"),
+        ):
+            require(self.plot is None or not wrong, why)
         self.verify.check(self.config, self.sampling.temperature, self.sampling.by, self.audit_every)
         self.keep.check(self.config)
         require(self.audit_every >= 0, f"audit-every {self.audit_every}: give a number of steps, 0 for no audits")

@@ -26,8 +26,10 @@ class TextStream:
     """Prints the text of tokens as they come, holding back characters whose bytes are not all there yet. The label goes
     before the first token and not earlier: until then the line belongs to the progress of the prefill."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], Any], label: str = "") -> None:
-        self.decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+    def __init__(
+        self, tokenizer: Any, write: Callable[[str], Any], label: str = "", skip_special_tokens: bool = True
+    ) -> None:
+        self.decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         self.write, self.label = write, label
         self.tokens: list[int] = []
         self.start = self.end = 0  # tokens [start, end) are printed and give the next ones their context

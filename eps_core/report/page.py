@@ -9,25 +9,21 @@ from itertools import count
 from eps_core.report.figures import Figure
 from eps_core.report.load import Results
 from eps_core.report.sections import sections_of
-from eps_core.report.style import need
+from eps_core.report.style import need, templates
 
 FOLDED_ROWS = 12  # a table of more is folded
 
 
 def page(results: Results) -> str:
     """Return the whole page."""
-    jinja2, markup = need("jinja2"), need("markupsafe").Markup
+    environment, markup = templates(), need("markupsafe").Markup
     need("matplotlib")  # refused before anything is drawn, also where there is nothing to draw
     numbers = count(1)
 
     def inline(figure: Figure) -> str:
         return markup(figure.inline(next(numbers)))  # drawn here, of numbers and escaped names: safe
 
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("eps_core.report"), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    html: str = templates.get_template("page.html").render(
+    html: str = environment.get_template("page.html").render(
         sections=sections_of(results), inline=inline, folded_rows=FOLDED_ROWS
     )
     return html

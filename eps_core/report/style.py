@@ -1,4 +1,4 @@
-"""The plots' style: palette, markers, dashes, settings and the SVG text. The same data gives the same bytes.
+"""The style of plots and pages: palette, markers, dashes, settings, templates. The same data gives the same bytes.
 
 matplotlib draws and Jinja2 sets the page: both come with the extra `report` and are imported when something is drawn.
 """
@@ -39,6 +39,15 @@ def need(module: str) -> Any:
     except ImportError as error:
         package = module.split(".")[0]
         raise ConfigError(f"plots and pages need {package} ({error}): {install('report')}") from error
+
+
+def templates() -> Any:
+    """The Jinja2 environment of the pages in `templates/`: everything is escaped, and what is undefined is an error."""
+    jinja2 = need("jinja2")
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("eps_core.report"), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
 
 
 def svg(inches: tuple[float, float], plot: Callable[[Any], None], **settings: Any) -> str:
