@@ -29,7 +29,7 @@ from eps_core.metrics.steps import STEP_KEYS, summarise
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-RESULTS = sorted((ROOT / "results").glob("*.md"))
+RESULTS = [ROOT / "results" / name for name in ("README.md", "LEADERBOARD.md", "real.md", "speed.md")]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 QUICKSTART, ENGINES_PAGE = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "engines.md"
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")

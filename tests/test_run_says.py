@@ -143,7 +143,7 @@ def test_one_line_says_that_eps_does_not_pay_here_and_from_where_it_does() -> No
         == f"{here}: it pays at no context that this model holds (estimated from one layer's times): use --method off"
     )
     assert note(summary(8.0)) == (
-        f"{here}: array operations are for checks, and and their times say nothing: use --backend auto --kernels auto"
+        f"{here}: array operations are for checks, and their times say nothing: use --backend auto --kernels auto"
     )
     assert note(summary(8.0), label="snapkv").startswith("snapkv is slower than dense here")  # type: ignore[union-attr]
     assert note(summary(8.0, rounds=3, tokens_per_round=2.0), lambda: 4096) == (
