@@ -2,7 +2,8 @@
 # Measures EPS and its peers on real pretrained models: KL against bytes at five cells, 8 documents of 64 steps each,
 # then look-ups and verified decoding.
 # Some hours on 2 idle cores (the cell of 32,768 tokens alone prefills for ten minutes a document). Documents that are
-# in real.jsonl are not measured again, so it goes on where it was stopped.
+# in real.jsonl are not measured again, so it goes on where it was stopped. Prints the tables at its end;
+# scripts/tables.py writes them into the pages of results/.
 # Usage: [EPS_REAL_QUICK=1] scripts/real.sh [output folder, default results]
 # EPS_REAL_QUICK=1: SmolLM2 at 2,048 tokens, 2 documents of 16 steps, into real-quick.jsonl; some ten minutes.
 set -euo pipefail
@@ -44,3 +45,4 @@ for context in 4096 8192 16384; do
   done
 done
 "$venv/bin/python" scripts/real.py --tables -o "$out/real.jsonl"
+"$venv/bin/python" scripts/real_answers.py --tables -o "$out/real-answers.jsonl"
