@@ -17,7 +17,7 @@ import numpy as np
 
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.errors import overflow
-from eps_core.kv_cache.counts import CountsReads, check_write
+from eps_core.kv_cache.counts import CountsRereads, check_write
 from eps_core.kv_cache.groups import GroupState, WritePlan
 from eps_core.kv_cache.step_plan import check_units
 from eps_core.load import resolve_kernels
@@ -31,7 +31,7 @@ from eps_mlx.summaries.table import build_summary, method
 
 
 @dataclass
-class Cache(CountsReads):
+class Cache(CountsRereads):
     """Everything per layer. With method off only `k`, `v` and `finite` are filled."""
 
     spec: CacheSpec
@@ -51,13 +51,10 @@ class Cache(CountsReads):
     largest_value: list[mx.array] = field(default_factory=list)
     bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
     correction: "Cache | None" = None  # mean values: its K is this cache's V
-    bytes_k_reread: int = 0
-    bound_bytes_read: int = 0
+    tokens_reread: int = 0
     kernels: str = "arrays"  # see kernels/choose.py
     # metal: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
     valid: list[mx.array] = field(default_factory=list)
-    known_bytes_read: int = 0
-    pending_reads: dict[int, mx.array] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
 
     @property
     def stream(self) -> mx.Device:
@@ -137,7 +134,7 @@ def _add_summaries(cache: Cache) -> None:
 def pending(cache: Cache) -> list[mx.array]:
     """Return all state that a write or a read may have left to be computed."""
     arrays = [array for pool in (*cache.k, *cache.v) for array in pages.arrays_of(pool)]
-    arrays += [*cache.finite, *cache.pending_reads.values()]
+    arrays += cache.finite
     for one in (cache, cache.bound, cache.correction):
         if one is not None:
             arrays += [array for fields in (*one.summaries, *one.open) for array in fields.values()]
@@ -207,9 +204,6 @@ def written(cache: Cache, layer: int, keys: mx.array, values: mx.array, slots: n
             plan = one.state[layer].plan(slots)
             _update_summaries(one, layer, rows, plan)
             mark_valid(one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
-            if one is not cache:
-                cache.bytes_k_reread += one.bytes_k_reread
-                one.bytes_k_reread = 0
     return cache
 
 
@@ -318,7 +312,7 @@ def _finalize_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
         :, None
     ]
     keys = pages.tiles_of(cache.k[layer], mx.array(rows), cache_config.span_tokens)
-    cache.bytes_k_reread += rows.size * cache_config.span_tokens * spec.k_token_bytes
+    cache.tokens_reread += len(groups) * cache_config.span_tokens
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
 

@@ -7,7 +7,6 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.attention.protocol import ErrorBound, Scores, Selection
-from eps_core.config.bytes import span_bytes
 from eps_core.config.selection import SelectionConfig
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx.cache import Cache
@@ -25,8 +24,8 @@ def _float_margin(unread: mx.array, lse: mx.array) -> mx.array:
 
 def bounds(cache: Cache, layer: int, q: mx.array, plan: StepPlan, scores: Scores, selection: Selection) -> Scores:
     """`scores` with bounds from the codes of single keys, of the groups that `selection` left out; only their codes are
-    read, and counted in `bound_bytes_read`. The bounds of the selected ones are left
-    empty: nothing asks for them. Returns `scores` as they are where the method's own bounds serve. Synchronises."""
+    read. The bounds of the selected ones are left empty: nothing asks for them. Returns `scores` as they are where the
+    method's own bounds serve. Synchronises."""
     inner = cache.bound
     if inner is None:
         return scores
@@ -36,7 +35,7 @@ def bounds(cache: Cache, layer: int, q: mx.array, plan: StepPlan, scores: Scores
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, q.shape[-1]) * (1 / math.sqrt(q.shape[-1]))
         left = ~selection_mask(selection, groups) & (scores.estimate > -math.inf)
         lefts = np.array(left.sum(axis=-1))
-        num_left, width = int(lefts.sum()), int(lefts.max())
+        width = int(lefts.max())
         slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
         if not inner.can_encode(layer) or not width:
             upper = mx.broadcast_to(mx.where(left, math.inf, -math.inf)[:, :, None], (*a.shape[:3], groups))
@@ -55,7 +54,6 @@ def bounds(cache: Cache, layer: int, q: mx.array, plan: StepPlan, scores: Scores
             name: mx.take(pool.reshape(-1, *pool.shape[3:]), rows, axis=0)
             for name, pool in inner.summaries[layer].items()
         }
-        cache.bound_bytes_read += num_left * size * span_bytes(inner.cache_config, q.shape[-1])
         _, least, most = score_summary(inner.cache_config, inner.constants(layer), codes, a)
         assert least is not None and most is not None
         place = mx.broadcast_to(mx.where(listed < 0, groups, listed)[:, :, None], (*a.shape[:3], width))

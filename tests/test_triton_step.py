@@ -341,13 +341,3 @@ def test_budgets_in_tokens_beside_a_sequence_that_they_cover(model, budget) -> N
     records, cache, _ = decode(model, "triton", config, prompts, 3)
     assert cache.steps
     same(records, decode(model, "arrays", config, prompts, 3)[0])
-
-
-def test_groups_that_only_the_device_counts_are_one_number(model) -> None:
-    config = EpsConfig.of(method="rq", policy="threshold", top_pages=40)
-    _, cache, decoder = decode(model, "triton", config, steps=1)
-    table, lengths = np.arange(8, dtype=np.int32)[None], np.array([400])
-    for _ in range(3):
-        decoder.step(cache, np.array([5]), np.array([399]), table, lengths, config.selection_config)
-    assert len(cache.pending_reads) == 1
-    assert cache.kv_bytes_read > 0 and cache.pending_reads == {}

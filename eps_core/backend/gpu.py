@@ -96,24 +96,14 @@ class GpuKernels:
         return type(self).compact(selected_mask, width=width)
 
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
-        spec, size = cache.spec, cache.cache_config.S
-        listed = counts = None
-        if selection is None:
-            cache.count_read(int(plan.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
-        else:
-            listed, counts = selection.groups, selection.counts
-            if selection.uniform is not None:
-                cache.count_read(int(selection.uniform.sum()) * spec.num_kv_heads * size * spec.kv_token_bytes)
-            else:
-                cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
+        listed, counts = (None, None) if selection is None else (selection.groups, selection.counts)
         with self.place(cache):
             table, lengths = self.on_device(cache, plan)
             return type(self).attend_groups(
-                q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_size=size
+                q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_size=cache.cache_config.S
             )
 
     def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None) -> RowsRead:
-        cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
         with self.place(cache):
             table, lengths = self.on_device(cache, rows)
             starts = rows.once(("starts", cache.device), lambda: self.on(cache, rows.starts.astype(np.int32)))
