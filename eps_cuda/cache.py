@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.backend.ops import Summary
+from eps_core.backend.summaries.base import Part
+from eps_core.backend.summaries.table import build_summary, method
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.errors import overflow
 from eps_core.kv_cache.counts import CountsRereads, check_write
@@ -26,9 +29,8 @@ from eps_core.summaries.keys import CENTRE_TOKENS
 from eps_cuda import pages
 from eps_cuda.device import DTYPES, device_of, empty_pool, gpu
 from eps_cuda.kernels.choose import kernels_of, usable_kernels
+from eps_cuda.ops import OPS
 from eps_cuda.pools import check_pools
-from eps_cuda.summaries.base import Part, Summary
-from eps_cuda.summaries.table import build_summary, method
 
 
 @dataclass
@@ -300,17 +302,17 @@ def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
     if not beside:
         units, subs = _places(cache, groups)
         earlier = {name: pool[units, :, subs] for name, pool in cache.summaries[layer].items()}
-        _store(cache, layer, groups, method(cache_config.method).extend(cache_config, constants, earlier, part))
+        _store(cache, layer, groups, method(cache_config.method).extend(OPS, cache_config, constants, earlier, part))
         return
     place = on(cache, plan.part_open[followed])
     earlier = {name: array[place] for name, array in beside.items()}
-    statistics = method(cache_config.method).extend(cache_config, constants, earlier, part)
+    statistics = method(cache_config.method).extend(OPS, cache_config, constants, earlier, part)
     for name, value in statistics.items():
         beside[name][place] = value
     if finalized.any():
         done = on(cache, np.flatnonzero(finalized))
         summary = method(cache_config.method).finalize(
-            cache_config, {name: value[done] for name, value in statistics.items()}
+            OPS, cache_config, {name: value[done] for name, value in statistics.items()}
         )
         _store(cache, layer, groups[finalized], summary)
 
@@ -336,7 +338,9 @@ def _summarise(cache: Cache, layer: int, k: Tensor) -> Summary:
     kernels = kernels_of(cache.kernels)
     of_codes = kernels.build_summary if cache_config.method_spec.coded else None  # other methods have none
     kernel = kernels.serving(of_codes, "build_summary", cache_config, constants, k)
-    summary: Summary = (build_summary if kernel is None else kernel.run)(cache_config, constants, k)
+    if kernel is None:
+        return build_summary(OPS, cache_config, constants, k)
+    summary: Summary = kernel.run(cache_config, constants, k)
     return summary
 
 

@@ -15,6 +15,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from eps_core.backend.ops import Summary
+from eps_core.backend.summaries.base import Part
+from eps_core.backend.summaries.table import build_summary, method
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.errors import overflow
 from eps_core.kv_cache.counts import CountsRereads, check_write
@@ -26,8 +29,7 @@ from eps_core.summaries.keys import CENTRE_TOKENS
 from eps_mlx import pages
 from eps_mlx.device import DTYPES, device_of, devices
 from eps_mlx.kernels.choose import kernels_of, usable_kernels
-from eps_mlx.summaries.base import Part, Summary
-from eps_mlx.summaries.table import build_summary, method
+from eps_mlx.ops import OPS
 
 
 @dataclass
@@ -287,17 +289,17 @@ def _extend(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:
     if not beside:
         units, subs = _places(cache, groups)
         earlier = {name: pool[units, :, subs] for name, pool in cache.summaries[layer].items()}
-        _store(cache, layer, groups, method(cache_config.method).extend(cache_config, constants, earlier, part))
+        _store(cache, layer, groups, method(cache_config.method).extend(OPS, cache_config, constants, earlier, part))
         return
     place = mx.array(plan.part_open[followed].astype(np.int32))
     earlier = {name: array[place] for name, array in beside.items()}
-    statistics = method(cache_config.method).extend(cache_config, constants, earlier, part)
+    statistics = method(cache_config.method).extend(OPS, cache_config, constants, earlier, part)
     for name, value in statistics.items():
         beside[name][place] = value
     if finalized.any():
         done = mx.array(np.flatnonzero(finalized).astype(np.int32))
         summary = method(cache_config.method).finalize(
-            cache_config, {name: value[done] for name, value in statistics.items()}
+            OPS, cache_config, {name: value[done] for name, value in statistics.items()}
         )
         _store(cache, layer, groups[finalized], summary)
 
@@ -322,7 +324,9 @@ def _summarise(cache: Cache, layer: int, k: mx.array) -> Summary:
     kernels = kernels_of(cache.kernels)
     of_codes = kernels.build_summary if cache_config.method_spec.coded else None  # other methods have none
     kernel = kernels.serving(of_codes, "build_summary", cache_config, constants, k)
-    summary: Summary = (build_summary if kernel is None else kernel.run)(cache_config, constants, k)
+    if kernel is None:
+        return build_summary(OPS, cache_config, constants, k)
+    summary: Summary = kernel.run(cache_config, constants, k)
     return summary
 
 

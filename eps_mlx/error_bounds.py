@@ -7,12 +7,12 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.attention.protocol import ErrorBound, Scores, Selection
+from eps_core.backend.summaries.table import score_summary
 from eps_core.config.selection import SelectionConfig
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx.cache import Cache
+from eps_mlx.ops import OPS
 from eps_mlx.selection import ascending, best_first, selection_mask
-from eps_mlx.summaries.base import logit_slack
-from eps_mlx.summaries.table import score_summary
 
 RUN_GROUPS = 32  # groups that `_log_running` adds in a row; changes rounding only
 
@@ -36,7 +36,7 @@ def bounds(cache: Cache, layer: int, q: mx.array, plan: StepPlan, scores: Scores
         left = ~selection_mask(selection, groups) & (scores.estimate > -math.inf)
         lefts = np.array(left.sum(axis=-1))
         width = int(lefts.max())
-        slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
+        slack = OPS.logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
         if not inner.can_encode(layer) or not width:
             upper = mx.broadcast_to(mx.where(left, math.inf, -math.inf)[:, :, None], (*a.shape[:3], groups))
             return replace(scores, lower=mx.full(upper.shape, -math.inf), upper=upper, slack=slack)
@@ -54,7 +54,7 @@ def bounds(cache: Cache, layer: int, q: mx.array, plan: StepPlan, scores: Scores
             name: mx.take(pool.reshape(-1, *pool.shape[3:]), rows, axis=0)
             for name, pool in inner.summaries[layer].items()
         }
-        _, least, most = score_summary(inner.cache_config, inner.constants(layer), codes, a)
+        _, least, most = score_summary(OPS, inner.cache_config, inner.constants(layer), codes, a)
         assert least is not None and most is not None
         place = mx.broadcast_to(mx.where(listed < 0, groups, listed)[:, :, None], (*a.shape[:3], width))
 

@@ -24,11 +24,12 @@ from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels.select import Depth
 from eps_cuda.kernels.write import CorrectionPools, UnitPools, write_tokens
+from eps_cuda.ops import OPS
 from eps_cuda.selection import selection_mask
 
 
 class TritonKernels(GpuKernels):
-    family = "triton"
+    family, ops = "triton", OPS
     attend_groups = attend_kernels.attend_groups
     attend_all_rows = rows_kernels.attend_rows
     attend_skipped = correction_kernels.attend_correction
@@ -45,9 +46,6 @@ class TritonKernels(GpuKernels):
 
     def on(self, of: Cache | Tensor, array: np.ndarray) -> Tensor:
         return to_device(of, array)
-
-    def boolean(self, array: Tensor) -> Tensor:
-        return array.bool()
 
     def estimates(self, cache: Cache, layer: int, q: Tensor, plan: StepPlan, table: Tensor, lengths: Tensor) -> Tensor:
         return estimates(cache, layer, q, table, lengths, depth_of(cache, plan), plan.config.selection_config)
