@@ -40,7 +40,7 @@ def adopt(cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray) -> i
                 continue
             done.add(unit)
             k, v = read_kv(cache, layer, np.array([unit]), held)
-            cache.bytes_k_reread += k.nbytes
+            cache.tokens_reread += held
             write_kv(cache, layer, k, v, unit * size + np.arange(held))
             num_tokens += held
     return num_tokens

@@ -68,7 +68,6 @@ def _attend_all(cache: Cache, layer: int, a: Tensor, table: np.ndarray, length: 
     """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens. A CPU
     reads in pieces through one buffer (a fifth of the time of copying K and V whole); a GPU reads all at once."""
     unit_tokens = cache.cache_config.unit_tokens
-    cache.count_read(length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     units = table[: -(-length // unit_tokens)]
     step = max(PIECE_TOKENS // unit_tokens, 1) if a.device.type == "cpu" else len(units)
     buffer = a.new_empty((cache.spec.num_kv_heads, step, unit_tokens, cache.spec.head_dim))
@@ -119,7 +118,6 @@ def _attend_places(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tens
     """Attention of a [H, R, D] over the pool's tiles rows [H, W]; last [H] is the group in the last tile."""
     size, head_dim = cache.cache_config.S, cache.spec.head_dim
     tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
-    cache.count_read(rows.numel() * size * cache.spec.kv_token_bytes)
     k, v = (tile.view(len(rows), -1, head_dim).float() for tile in tiles)
     logits = (k @ a.mT).mT
     unwritten = -length % size
@@ -165,7 +163,6 @@ def _attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, selected_mask:
             listed = selected_mask[own].to(torch.bool).transpose(0, 1)[:, :, None]
             selected = torch.logsumexp(mass.masked_fill(~listed, -math.inf), dim=3).transpose(0, 1).flatten(1)
         parts.append((out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1), selected))
-    cache.count_read(int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes)
     outs, lses, visits = zip(*parts, strict=True)
     return RowsRead(
         torch.cat(outs).to(q.dtype),

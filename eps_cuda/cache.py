@@ -15,9 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.backend.ops import Summary
+from eps_core.backend.summaries.base import Part
+from eps_core.backend.summaries.table import build_summary, method
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.errors import overflow
-from eps_core.kv_cache.counts import CountsReads, check_write
+from eps_core.kv_cache.counts import CountsRereads, check_write
 from eps_core.kv_cache.groups import GroupState, WritePlan
 from eps_core.kv_cache.step_plan import check_units
 from eps_core.load import resolve_kernels
@@ -26,13 +29,12 @@ from eps_core.summaries.keys import CENTRE_TOKENS
 from eps_cuda import pages
 from eps_cuda.device import DTYPES, device_of, empty_pool, gpu
 from eps_cuda.kernels.choose import kernels_of, usable_kernels
+from eps_cuda.ops import OPS
 from eps_cuda.pools import check_pools
-from eps_cuda.summaries.base import Part, Summary
-from eps_cuda.summaries.table import build_summary, method
 
 
 @dataclass
-class Cache(CountsReads):
+class Cache(CountsRereads):
     """Everything per layer. With method off only `k`, `v` and `finite` are filled."""
 
     spec: CacheSpec
@@ -54,8 +56,7 @@ class Cache(CountsReads):
     largest_value: list[Tensor] = field(default_factory=list)
     bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
     correction: "Cache | None" = None  # mean values: its K is this cache's V
-    bytes_k_reread: int = 0
-    bound_bytes_read: int = 0
+    tokens_reread: int = 0
     kernels: str = "arrays"  # see kernels/choose.py
     # triton: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
     valid: list[Tensor] = field(default_factory=list)
@@ -63,8 +64,6 @@ class Cache(CountsReads):
     steps: dict[Any, Any] = field(default_factory=dict)
     # numba: pools as numpy sees them, by their id, and the pools, which keep it theirs: a twentieth of a step of 2k
     views: dict[int, tuple[Tensor, np.ndarray]] = field(default_factory=dict)
-    known_bytes_read: int = 0
-    pending_reads: dict[int, Tensor] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
 
     def constants(self, layer: int) -> Summary:
         """Return the arrays that builders and scorers of this layer need besides keys (see summaries/base.py)."""
@@ -236,9 +235,6 @@ def written(cache: Cache, layer: int, keys: Tensor, values: Tensor, slots: np.nd
         plan = one.state[layer].plan(slots)
         _update_summaries(one, layer, rows, plan)
         mark_valid(one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
-        if one is not cache:
-            cache.bytes_k_reread += one.bytes_k_reread
-            one.bytes_k_reread = 0
     return cache
 
 
@@ -306,17 +302,17 @@ def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
     if not beside:
         units, subs = _places(cache, groups)
         earlier = {name: pool[units, :, subs] for name, pool in cache.summaries[layer].items()}
-        _store(cache, layer, groups, method(cache_config.method).extend(cache_config, constants, earlier, part))
+        _store(cache, layer, groups, method(cache_config.method).extend(OPS, cache_config, constants, earlier, part))
         return
     place = on(cache, plan.part_open[followed])
     earlier = {name: array[place] for name, array in beside.items()}
-    statistics = method(cache_config.method).extend(cache_config, constants, earlier, part)
+    statistics = method(cache_config.method).extend(OPS, cache_config, constants, earlier, part)
     for name, value in statistics.items():
         beside[name][place] = value
     if finalized.any():
         done = on(cache, np.flatnonzero(finalized))
         summary = method(cache_config.method).finalize(
-            cache_config, {name: value[done] for name, value in statistics.items()}
+            OPS, cache_config, {name: value[done] for name, value in statistics.items()}
         )
         _store(cache, layer, groups[finalized], summary)
 
@@ -332,7 +328,7 @@ def finalize(cache: Cache, layer: int, groups: np.ndarray, keys: Tensor | None =
         heads = units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)
         rows = heads * cache_config.spans_per_unit + subs[:, None]
         keys = pages.tiles_of(cache.k[layer], on(cache, rows), cache_config.span_tokens)
-        cache.bytes_k_reread += rows.size * cache_config.span_tokens * spec.k_token_bytes
+        cache.tokens_reread += len(groups) * cache_config.span_tokens
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
 
@@ -342,7 +338,9 @@ def _summarise(cache: Cache, layer: int, k: Tensor) -> Summary:
     kernels = kernels_of(cache.kernels)
     of_codes = kernels.build_summary if cache_config.method_spec.coded else None  # other methods have none
     kernel = kernels.serving(of_codes, "build_summary", cache_config, constants, k)
-    summary: Summary = (build_summary if kernel is None else kernel.run)(cache_config, constants, k)
+    if kernel is None:
+        return build_summary(OPS, cache_config, constants, k)
+    summary: Summary = kernel.run(cache_config, constants, k)
     return summary
 
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from eps_core.attention.protocol import ErrorBound, Scores, Selection
-from eps_core.config.bytes import span_bytes
+from eps_core.backend.summaries.table import score_summary
 from eps_core.config.selection import SelectionConfig
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.cache import Cache
+from eps_cuda.ops import OPS
 from eps_cuda.selection import ascending, selection_mask
-from eps_cuda.summaries.base import logit_slack
-from eps_cuda.summaries.table import score_summary
 
 
 def _float_margin(unread: Tensor, lse: Tensor) -> Tensor:
@@ -25,8 +24,8 @@ def _float_margin(unread: Tensor, lse: Tensor) -> Tensor:
 @torch.inference_mode()
 def bounds(cache: Cache, layer: int, q: Tensor, plan: StepPlan, scores: Scores, selection: Selection) -> Scores:
     """`scores` with bounds from the codes of single keys, of the groups that `selection` left out; only their codes are
-    read, and counted in `bound_bytes_read`. The bounds of the selected ones are left
-    empty: nothing asks for them. Returns `scores` as they are where the method's own bounds serve. Synchronises."""
+    read. The bounds of the selected ones are left empty: nothing asks for them. Returns `scores` as they are where the
+    method's own bounds serve. Synchronises."""
     inner = cache.bound
     if inner is None:
         return scores
@@ -35,8 +34,8 @@ def bounds(cache: Cache, layer: int, q: Tensor, plan: StepPlan, scores: Scores, 
     a = q.float().reshape(batch, kv_heads, -1, q.shape[-1]) * (1 / math.sqrt(q.shape[-1]))
     left = ~selection_mask(selection, groups) & (scores.estimate > -math.inf)
     lefts = left.sum(dim=-1).cpu().numpy()
-    num_left, width = int(lefts.sum()), int(lefts.max())
-    slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
+    width = int(lefts.max())
+    slack = OPS.logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
     if not inner.can_encode(layer) or not width:
         upper = torch.where(left, math.inf, -math.inf)[:, :, None].expand(*a.shape[:3], groups)
         return replace(scores, lower=torch.full_like(upper, -math.inf), upper=upper, slack=slack)
@@ -49,8 +48,7 @@ def bounds(cache: Cache, layer: int, q: Tensor, plan: StepPlan, scores: Scores, 
         name: pool.view(-1, *pool.shape[3:]).index_select(0, rows.reshape(-1)).view(*rows.shape, *pool.shape[3:])
         for name, pool in inner.summaries[layer].items()
     }
-    cache.bound_bytes_read += num_left * size * span_bytes(inner.cache_config, q.shape[-1])
-    _, least, most = score_summary(inner.cache_config, inner.constants(layer), codes, a)
+    _, least, most = score_summary(OPS, inner.cache_config, inner.constants(layer), codes, a)
     assert least is not None and most is not None
     place = torch.where(listed < 0, groups, listed)[:, :, None].expand(-1, -1, a.shape[2], -1)
 

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from eps_core.attention.protocol import Scores
+from eps_core.backend.ops import Summary
+from eps_core.backend.summaries.rq import of_groups
+from eps_core.backend.summaries.table import method, score_summary
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.base import Field
 from eps_core.summaries.table import fields
@@ -15,9 +18,7 @@ from eps_cuda import pages
 from eps_cuda.anchors import anchors, combined
 from eps_cuda.cache import Cache
 from eps_cuda.kernels.choose import routed
-from eps_cuda.summaries.base import Summary, logit_slack
-from eps_cuda.summaries.rq import of_groups
-from eps_cuda.summaries.table import method, score_summary
+from eps_cuda.ops import OPS
 
 
 class Race(NamedTuple):
@@ -61,7 +62,7 @@ def score(cache: Cache, layer: int, q: Tensor, plan: StepPlan) -> Scores:
     if cache_config.method_spec.by_place:
         length = torch.from_numpy(plan.lengths).to(q.device)[:, None, None, None]
         constants = constants | {"groups": torch.arange(plan.num_groups, device=q.device), "length": length}
-    parts = score_summary(cache_config, constants, gathered, a)
+    parts = score_summary(OPS, cache_config, constants, gathered, a)
     # 0: scored, 1: without a summary, 2: past the end
     state = torch.from_numpy(np.where(inside, missing.astype(np.uint8), np.uint8(2))).to(q.device)[:, None, :]
     known, past = state == 0, state == 2
@@ -78,7 +79,7 @@ def score(cache: Cache, layer: int, q: Tensor, plan: StepPlan) -> Scores:
     known, past = known[:, :, None], past[:, :, None]
     lower = torch.where(known, parts[1], -math.inf)
     upper = torch.where(known, parts[2], torch.where(past, -math.inf, math.inf))
-    slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
+    slack = OPS.logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
     return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
 
 
@@ -129,9 +130,9 @@ def _read_on(
     constants, own = cache.constants(layer), method(cache_config.method)
     sums = plan.sums_after(len(plan.cascaded(head_dim)) + 1 if part is None else part - 1, head_dim)
     finer = (
-        own.rescore(cache_config, constants, summary, a)
+        own.rescore(OPS, cache_config, constants, summary, a)
         if part is None
-        else own.stage(cache_config, constants, summary, a, part)
+        else own.stage(OPS, cache_config, constants, summary, a, part)
     )
     coarse = estimate.gather(-1, best)
     wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None] & race.left.gather(-1, best)

@@ -77,7 +77,6 @@ def _softmax_sums(logits: mx.array, axes: tuple[int, ...]) -> tuple[mx.array, mx
 
 def _attend_all(cache: Cache, layer: int, a: mx.array, table: np.ndarray, length: int) -> State:
     """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens."""
-    cache.count_read(length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     num_full, rest = divmod(length, cache.cache_config.unit_tokens)
     parts = []
     if num_full:
@@ -119,7 +118,6 @@ def _attend_places(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwrit
     size, head_dim = cache.cache_config.S, cache.spec.head_dim
     tokens = rows.shape[1] * size - unwritten
     tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
-    cache.count_read(rows.size * size * cache.spec.kv_token_bytes)
     k, v = (tile.reshape(len(rows), -1, head_dim)[:, :tokens].astype(mx.float32) for tile in tiles)
     weights, total, largest = _softmax_sums(a @ k.swapaxes(-1, -2), (2,))
     return (weights @ v) / total, (largest + mx.log(total))[..., 0]
@@ -189,7 +187,6 @@ def _attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, selected_mas
                 listed = selected_mask[own].astype(mx.bool_).swapaxes(0, 1)[:, :, None]
                 seen = mx.logsumexp(mx.where(listed, mass, -math.inf), axis=3)
                 visits.append(seen.swapaxes(0, 1).reshape(-1, q.shape[1]))
-        cache.count_read(int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes)
         return RowsRead(
             mx.concatenate(outs).astype(q.dtype),
             mx.concatenate(lses),

@@ -15,9 +15,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from eps_core.backend.ops import Summary
+from eps_core.backend.summaries.base import Part
+from eps_core.backend.summaries.table import build_summary, method
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.errors import overflow
-from eps_core.kv_cache.counts import CountsReads, check_write
+from eps_core.kv_cache.counts import CountsRereads, check_write
 from eps_core.kv_cache.groups import GroupState, WritePlan
 from eps_core.kv_cache.step_plan import check_units
 from eps_core.load import resolve_kernels
@@ -26,12 +29,11 @@ from eps_core.summaries.keys import CENTRE_TOKENS
 from eps_mlx import pages
 from eps_mlx.device import DTYPES, device_of, devices
 from eps_mlx.kernels.choose import kernels_of, usable_kernels
-from eps_mlx.summaries.base import Part, Summary
-from eps_mlx.summaries.table import build_summary, method
+from eps_mlx.ops import OPS
 
 
 @dataclass
-class Cache(CountsReads):
+class Cache(CountsRereads):
     """Everything per layer. With method off only `k`, `v` and `finite` are filled."""
 
     spec: CacheSpec
@@ -51,13 +53,10 @@ class Cache(CountsReads):
     largest_value: list[mx.array] = field(default_factory=list)
     bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
     correction: "Cache | None" = None  # mean values: its K is this cache's V
-    bytes_k_reread: int = 0
-    bound_bytes_read: int = 0
+    tokens_reread: int = 0
     kernels: str = "arrays"  # see kernels/choose.py
     # metal: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
     valid: list[mx.array] = field(default_factory=list)
-    known_bytes_read: int = 0
-    pending_reads: dict[int, mx.array] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
 
     @property
     def stream(self) -> mx.Device:
@@ -137,7 +136,7 @@ def _add_summaries(cache: Cache) -> None:
 def pending(cache: Cache) -> list[mx.array]:
     """Return all state that a write or a read may have left to be computed."""
     arrays = [array for pool in (*cache.k, *cache.v) for array in pages.arrays_of(pool)]
-    arrays += [*cache.finite, *cache.pending_reads.values()]
+    arrays += cache.finite
     for one in (cache, cache.bound, cache.correction):
         if one is not None:
             arrays += [array for fields in (*one.summaries, *one.open) for array in fields.values()]
@@ -207,9 +206,6 @@ def written(cache: Cache, layer: int, keys: mx.array, values: mx.array, slots: n
             plan = one.state[layer].plan(slots)
             _update_summaries(one, layer, rows, plan)
             mark_valid(one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
-            if one is not cache:
-                cache.bytes_k_reread += one.bytes_k_reread
-                one.bytes_k_reread = 0
     return cache
 
 
@@ -293,17 +289,17 @@ def _extend(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:
     if not beside:
         units, subs = _places(cache, groups)
         earlier = {name: pool[units, :, subs] for name, pool in cache.summaries[layer].items()}
-        _store(cache, layer, groups, method(cache_config.method).extend(cache_config, constants, earlier, part))
+        _store(cache, layer, groups, method(cache_config.method).extend(OPS, cache_config, constants, earlier, part))
         return
     place = mx.array(plan.part_open[followed].astype(np.int32))
     earlier = {name: array[place] for name, array in beside.items()}
-    statistics = method(cache_config.method).extend(cache_config, constants, earlier, part)
+    statistics = method(cache_config.method).extend(OPS, cache_config, constants, earlier, part)
     for name, value in statistics.items():
         beside[name][place] = value
     if finalized.any():
         done = mx.array(np.flatnonzero(finalized).astype(np.int32))
         summary = method(cache_config.method).finalize(
-            cache_config, {name: value[done] for name, value in statistics.items()}
+            OPS, cache_config, {name: value[done] for name, value in statistics.items()}
         )
         _store(cache, layer, groups[finalized], summary)
 
@@ -318,7 +314,7 @@ def _finalize_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
         :, None
     ]
     keys = pages.tiles_of(cache.k[layer], mx.array(rows), cache_config.span_tokens)
-    cache.bytes_k_reread += rows.size * cache_config.span_tokens * spec.k_token_bytes
+    cache.tokens_reread += len(groups) * cache_config.span_tokens
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
 
@@ -328,7 +324,9 @@ def _summarise(cache: Cache, layer: int, k: mx.array) -> Summary:
     kernels = kernels_of(cache.kernels)
     of_codes = kernels.build_summary if cache_config.method_spec.coded else None  # other methods have none
     kernel = kernels.serving(of_codes, "build_summary", cache_config, constants, k)
-    summary: Summary = (build_summary if kernel is None else kernel.run)(cache_config, constants, k)
+    if kernel is None:
+        return build_summary(OPS, cache_config, constants, k)
+    summary: Summary = kernel.run(cache_config, constants, k)
     return summary
 
 

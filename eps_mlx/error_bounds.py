@@ -7,13 +7,12 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.attention.protocol import ErrorBound, Scores, Selection
-from eps_core.config.bytes import span_bytes
+from eps_core.backend.summaries.table import score_summary
 from eps_core.config.selection import SelectionConfig
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx.cache import Cache
+from eps_mlx.ops import OPS
 from eps_mlx.selection import ascending, best_first, selection_mask
-from eps_mlx.summaries.base import logit_slack
-from eps_mlx.summaries.table import score_summary
 
 RUN_GROUPS = 32  # groups that `_log_running` adds in a row; changes rounding only
 
@@ -25,8 +24,8 @@ def _float_margin(unread: mx.array, lse: mx.array) -> mx.array:
 
 def bounds(cache: Cache, layer: int, q: mx.array, plan: StepPlan, scores: Scores, selection: Selection) -> Scores:
     """`scores` with bounds from the codes of single keys, of the groups that `selection` left out; only their codes are
-    read, and counted in `bound_bytes_read`. The bounds of the selected ones are left
-    empty: nothing asks for them. Returns `scores` as they are where the method's own bounds serve. Synchronises."""
+    read. The bounds of the selected ones are left empty: nothing asks for them. Returns `scores` as they are where the
+    method's own bounds serve. Synchronises."""
     inner = cache.bound
     if inner is None:
         return scores
@@ -36,8 +35,8 @@ def bounds(cache: Cache, layer: int, q: mx.array, plan: StepPlan, scores: Scores
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, q.shape[-1]) * (1 / math.sqrt(q.shape[-1]))
         left = ~selection_mask(selection, groups) & (scores.estimate > -math.inf)
         lefts = np.array(left.sum(axis=-1))
-        num_left, width = int(lefts.sum()), int(lefts.max())
-        slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
+        width = int(lefts.max())
+        slack = OPS.logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
         if not inner.can_encode(layer) or not width:
             upper = mx.broadcast_to(mx.where(left, math.inf, -math.inf)[:, :, None], (*a.shape[:3], groups))
             return replace(scores, lower=mx.full(upper.shape, -math.inf), upper=upper, slack=slack)
@@ -55,8 +54,7 @@ def bounds(cache: Cache, layer: int, q: mx.array, plan: StepPlan, scores: Scores
             name: mx.take(pool.reshape(-1, *pool.shape[3:]), rows, axis=0)
             for name, pool in inner.summaries[layer].items()
         }
-        cache.bound_bytes_read += num_left * size * span_bytes(inner.cache_config, q.shape[-1])
-        _, least, most = score_summary(inner.cache_config, inner.constants(layer), codes, a)
+        _, least, most = score_summary(OPS, inner.cache_config, inner.constants(layer), codes, a)
         assert least is not None and most is not None
         place = mx.broadcast_to(mx.where(listed < 0, groups, listed)[:, :, None], (*a.shape[:3], width))
 

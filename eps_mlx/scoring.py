@@ -7,6 +7,9 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.attention.protocol import Scores
+from eps_core.backend.ops import Summary
+from eps_core.backend.summaries.rq import of_groups
+from eps_core.backend.summaries.table import method, score_summary
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.base import Field
 from eps_core.summaries.table import fields
@@ -14,10 +17,8 @@ from eps_mlx import pages
 from eps_mlx.anchors import anchors, combined
 from eps_mlx.cache import Cache
 from eps_mlx.kernels.choose import routed
+from eps_mlx.ops import OPS
 from eps_mlx.selection import best_first
-from eps_mlx.summaries.base import Summary, logit_slack
-from eps_mlx.summaries.rq import of_groups
-from eps_mlx.summaries.table import method, score_summary
 
 
 class Race(NamedTuple):
@@ -60,7 +61,7 @@ def score(cache: Cache, layer: int, q: mx.array, plan: StepPlan) -> Scores:
         if cache_config.method_spec.by_place:
             length = mx.array(plan.lengths)[:, None, None, None]
             constants = constants | {"groups": mx.arange(plan.num_groups), "length": length}
-        parts = score_summary(cache_config, constants, gathered, a)
+        parts = score_summary(OPS, cache_config, constants, gathered, a)
         known, unknown = mx.array(inside & ~missing)[:, None, :], mx.array(missing)[:, None, :]
         # the groups that were not scored: without a summary, and past the end
         rest = mx.where(unknown, math.inf, -math.inf)
@@ -76,7 +77,7 @@ def score(cache: Cache, layer: int, q: mx.array, plan: StepPlan) -> Scores:
             return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
         lower = mx.where(known[:, :, None], parts[1], -math.inf)
         upper = mx.where(known[:, :, None], parts[2], rest[:, :, None])
-        slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
+        slack = OPS.logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
         return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
 
 
@@ -126,9 +127,9 @@ def _read_on(
     constants, own = cache.constants(layer), method(cache_config.method)
     sums = plan.sums_after(len(plan.cascaded(head_dim)) + 1 if part is None else part - 1, head_dim)
     finer = (
-        own.rescore(cache_config, constants, summary, a)
+        own.rescore(OPS, cache_config, constants, summary, a)
         if part is None
-        else own.stage(cache_config, constants, summary, a, part)
+        else own.stage(OPS, cache_config, constants, summary, a, part)
     )
     coarse = mx.take_along_axis(estimate, best, axis=-1)
     wanted = mx.array(np.arange(most) < counts[:, None])[:, None] & mx.take_along_axis(race.left, best, axis=-1)

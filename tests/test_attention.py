@@ -47,13 +47,14 @@ def expected(config: EpsConfig) -> dict[str, Any]:
     scores = reference.score(cache, 0, q, plan)
     first = reference.select(scores, plan)
     selected_mask = selection_mask(first, plan.num_groups)
-    found: dict[str, Any] = {"cert": None, "error": None, "extended": None, "scored": True}
+    found: dict[str, Any] = {"cert": None, "error": None, "extended": None, "scored": True, "bound_bytes": 0}
     read = reference.attend(cache, 0, q, plan, first)
     whole = first
-    before = cache.bound_bytes_read
     if config.cache_config.has_bounds:
         scores = reference.bounds(cache, 0, q, plan, scores, first)
-    found["bound_bytes"] = cache.bound_bytes_read - before  # the reference counts what it gathers
+        key_bytes = cache.spec.head_dim + 2 + 3 * 2  # 8-bit codes, their scale and three float16 numbers
+        num_left = int(plan.ends.sum()) * kv_heads - int(first.counts.sum())
+        found["bound_bytes"] = num_left * config.cache_config.S * key_bytes if cache.bound else 0
     if config.selection_config.strict:
         extra, whole = reference.extend_selection(config.selection_config, scores, first, read[1])
         more = selection_mask(extra, plan.num_groups)

@@ -92,8 +92,8 @@ class Watched:
             self.seen[-1][layer] = self.backend.to_numpy(q).astype(np.float32)
 
     def _visit(self, cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """What this layer visited, asked again; the bytes that this reads are not counted."""
-        backend, config, counted = self.backend, self.config, (cache.kv_bytes_read, cache.bound_bytes_read)
+        """Return what this layer selected, by selecting again."""
+        backend, config = self.backend, self.config
         groups = table.shape[1] * config.cache_config.groups_per_unit
         inside = np.arange(groups) < -(-lengths // config.cache_config.S)[:, None]
         if config.selection_config.dense_layer(layer):
@@ -105,7 +105,6 @@ class Watched:
             _, lse = backend.attend(cache, layer, q, StepPlan.of(config, table, lengths), selected)
             scores = backend.bounds(cache, layer, q, StepPlan.of(config, table, lengths), scores, selected)
             _, selected = backend.extend_selection(config.selection_config, scores, selected, lse)
-        cache.kv_bytes_read, cache.bound_bytes_read = counted
         return selection_mask(backend, selected, groups)
 
     def _unread(self, cache: Any, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -189,7 +189,7 @@ def check(filled: Filled, selection: Any, state: Any) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_is_over_what_codes_say(backend, case, threads, monkeypatch) -> None:
-    """Sparse and dense, by the kernels themselves, with the bytes that codes take."""
+    """Sparse and dense, by the kernels themselves; the plan counts the bytes that codes take."""
     filled, ran = Filled(backend, case), []
     monkeypatch.setattr(threads_cpu, "num_threads", lambda: threads)
 
@@ -201,18 +201,17 @@ def test_attention_is_over_what_codes_say(backend, case, threads, monkeypatch) -
     selection = backend.select(backend.score(filled.cache, 0, filled.native, filled.plan), filled.plan)
     for chosen in (selection, None):
         ran.clear()
-        before = filled.cache.kv_bytes_read
         state = backend.attend(filled.cache, 0, filled.native, filled.plan, chosen)
         assert ran == [attend_cpu.attend]
         check(filled, chosen, state)
-        read = int(backend.to_numpy(selection.counts).sum()) * case.group_size
-        read = read if chosen is not None else int(filled.lengths.sum()) * case.num_kv_heads
-        row = {
-            16: case.head_dim * np.dtype(DTYPES[case.dtype]).itemsize,
-            8: case.head_dim + 2,
-            4: case.head_dim // 2 + 2,
-        }
-        assert filled.cache.kv_bytes_read - before == read * sum(row[bits] for bits in case.bits)
+    row = {
+        16: case.head_dim * np.dtype(DTYPES[case.dtype]).itemsize,
+        8: case.head_dim + 2,
+        4: case.head_dim // 2 + 2,
+    }
+    spec, token_bytes = filled.cache.spec, sum(row[bits] for bits in case.bits)
+    assert filled.plan.kv_bytes(spec, 3) == 3 * case.group_size * token_bytes
+    assert filled.plan.dense_kv_bytes(spec) == int(filled.lengths.sum()) * case.num_kv_heads * token_bytes
 
 
 def test_kernels_are_asked_for_codes_that_they_know(backend) -> None:

@@ -112,7 +112,6 @@ def test_rows_are_what_the_oracle_says(target, case, exact_q) -> None:
     groups = rows.table.shape[1] * filled.config.cache_config.groups_per_unit
     selected_mask = rng.random((rows.total, case.num_kv_heads, groups)) < 0.3
     selected_mask[0] = False  # a row of which nothing was visited
-    before = filled.cache.kv_bytes_read
     got = backend.attend_rows(
         filled.cache,
         0,
@@ -122,9 +121,6 @@ def test_rows_are_what_the_oracle_says(target, case, exact_q) -> None:
     )
     want = reference.attend_rows(filled.judge, 0, q.astype(np.float64), rows, selected_mask)
     out, lse, selected = (backend.to_numpy(x) for x in (got.out, got.lse, got.selected_lse))
-    # every tile once for all rows: the bytes of one dense step
-    token_bytes = case.num_kv_heads * filled.cache.spec.kv_token_bytes
-    assert filled.cache.kv_bytes_read - before == sum(case.lengths) * token_bytes
     size = np.abs(q).sum(axis=2).max() * 5 / math.sqrt(case.head_dim)  # of a logit
     slack = 64 * 2.0**-23 * (size + 1)
     weights = 2.0**-7 if case.dtype != "float32" else 0  # kernels may round softmax weights to the cache's dtype

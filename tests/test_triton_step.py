@@ -12,6 +12,7 @@ import triton_interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eps_cuda
+from eps_core.backend.summaries.table import build_summary
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.forward import load_decoder
@@ -22,7 +23,7 @@ from eps_core.kv_cache.pool import PagePool
 from eps_core.models.config import read_spec
 from eps_cuda import graph
 from eps_cuda.kernels import dispatch
-from eps_cuda.summaries.table import build_summary
+from eps_cuda.ops import OPS
 
 DEVICE = triton_interpreter.DEVICE
 PROMPTS = [[7, 5, 3, 2, 9, 30, 41] * 60, [11, 4, 9, 77] * 79 + [5]]  # 420 and 317 tokens: a unit ends at 320
@@ -209,7 +210,10 @@ def test_cache_is_left_as_array_operations_leave_it(model) -> None:
         # what steps finalized is what their keys make, bit for bit
         shape = (-1, static.cache_config.span_tokens)
         made = build_summary(
-            static.cache_config, static.constants(layer), static.k[layer].unflatten(2, shape).transpose(1, 2).float()
+            OPS,
+            static.cache_config,
+            static.constants(layer),
+            static.k[layer].unflatten(2, shape).transpose(1, 2).float(),
         )
         finalized = static.state[layer].valid(np.arange(len(static.state[layer].fill)))
         for field in ("codes", "second", "mean", "rest"):
@@ -341,13 +345,3 @@ def test_budgets_in_tokens_beside_a_sequence_that_they_cover(model, budget) -> N
     records, cache, _ = decode(model, "triton", config, prompts, 3)
     assert cache.steps
     same(records, decode(model, "arrays", config, prompts, 3)[0])
-
-
-def test_groups_that_only_the_device_counts_are_one_number(model) -> None:
-    config = EpsConfig.of(method="rq", policy="threshold", top_pages=40)
-    _, cache, decoder = decode(model, "triton", config, steps=1)
-    table, lengths = np.arange(8, dtype=np.int32)[None], np.array([400])
-    for _ in range(3):
-        decoder.step(cache, np.array([5]), np.array([399]), table, lengths, config.selection_config)
-    assert len(cache.pending_reads) == 1
-    assert cache.kv_bytes_read > 0 and cache.pending_reads == {}

@@ -17,6 +17,7 @@ from test_triton_select import assert_near, mutant, put
 from triton_aot import TARGETS, Compiled, Job, compile_ahead
 
 from eps_core import reference
+from eps_core.backend.summaries.rq import rotate, rounded_query
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.selection import COMBINES
@@ -27,7 +28,7 @@ from eps_core.summaries.rq import rotate as rotate64
 from eps_cuda.kernels import score as score_kernels
 from eps_cuda.kernels import units
 from eps_cuda.kernels.select import Depth
-from eps_cuda.summaries.rq import rotate, rounded_query
+from eps_cuda.ops import OPS
 
 DEVICE = triton_interpreter.DEVICE
 KV_HEADS = 2
@@ -218,8 +219,8 @@ def check_queries(kernels: ModuleType) -> None:
         q = q.astype(np.float32)
         found = kernels.round_queries(put(q), put(signs), KV_HEADS)
         a = torch.from_numpy(q).reshape(2, KV_HEADS, 3, head_dim) * (1 / math.sqrt(head_dim))
-        turned32 = rotate(a, torch.from_numpy(signs))
-        integers, step = rounded_query(turned32)
+        turned32 = rotate(OPS, a, torch.from_numpy(signs))
+        integers, step = rounded_query(OPS, turned32)
         assert torch.equal(found.turned.cpu(), turned32)
         assert torch.equal(found.steps.cpu(), step[..., 0])
         assert torch.equal(found.integers.cpu().float(), integers)

@@ -23,6 +23,8 @@ from triton_aot import Job, compile_ahead
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernel's module asks for it
 
+from eps_core.backend.summaries.rq import rotate as rotate32
+from eps_core.backend.summaries.rq import unpack_codes
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.summaries.base import up16
@@ -31,8 +33,7 @@ from eps_core.summaries.table import fields
 from eps_cuda.cache import Cache, new_cache, write_kv
 from eps_cuda.device import DTYPES
 from eps_cuda.kernels import finalize, write
-from eps_cuda.summaries.rq import rotate as rotate32
-from eps_cuda.summaries.rq import unpack_codes
+from eps_cuda.ops import OPS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 256  # bytes before and after each pool that must stay as they are
@@ -324,9 +325,9 @@ def test_hard_units_are_hard():
     signs = run.cache.fixed[0]["signs"]
     keys = run.cache.k[0][torch.from_numpy(run.table[:, 0])].unflatten(2, (2, -1, 2))  # [B, Hkv, 2, N, S, D]
     summary = {name: pool[torch.from_numpy(run.table[:, 0])] for name, pool in run.cache.summaries[0].items()}
-    codes = unpack_codes(summary["mean"], 4, 64).float() - 8
+    codes = unpack_codes(OPS, summary["mean"], 4, 64).float() - 8
     step = summary["mean_scale"].float()[..., None]
-    left = ((rotate32(keys.float().mean(dim=-2), signs) - (codes * step)[..., None, :]) / step[..., None, :]).abs()
+    left = ((rotate32(OPS, keys.float().mean(dim=-2), signs) - (codes * step)[..., None, :]) / step[..., None, :]).abs()
     assert (left[0] < 1e-5).float().mean() > 0.5
     assert ((left - 0.5).abs() < 1e-5).float().mean() > 0.3
 

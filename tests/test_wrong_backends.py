@@ -75,11 +75,6 @@ def next_query_heads_bounds(scores, a):
     return replace(scores, lower=scores.lower[:, :, ::-1], upper=scores.upper[:, :, ::-1])
 
 
-def reads_a_token_more(a):
-    a.cache.kv_bytes_read += a.cache.spec.kv_token_bytes
-    return a.cache
-
-
 def estimates_as_bounds(a):
     return replace(a.scores, upper=np.broadcast_to(a.scores.estimate[:, :, None], a.scores.upper.shape))
 
@@ -195,7 +190,6 @@ def tail_of_keys(cache, layer, k, v, slots):
     if correction is not None:
         correction.k = cache.k
         oracle_cache._update_summaries(correction, layer, k.astype(np.float64), correction.state[layer].plan(slots))
-        cache.bytes_k_reread, correction.bytes_k_reread = cache.bytes_k_reread + correction.bytes_k_reread, 0
     return replace(cache, correction=correction)
 
 
@@ -267,7 +261,6 @@ WRONG = {
     "never visits the partial group": given(
         "select", scores=without_the_open_group, plan=other_config(num_recent_tokens=lambda modes: 0)
     ),
-    "reads more than it lists": given("attend", cache=reads_a_token_more),
     "swaps the query heads of the bounds": gives("score", next_query_heads_bounds),
     "forgets the slack": gives("score", lambda scores, a: replace(scores, slack=np.zeros_like(scores.slack))),
     "bounds estimates": given("bound_error", scores=estimates_as_bounds),

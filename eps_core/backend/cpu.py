@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from eps_core.attention.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
 from eps_core.attention.protocol import Array, FusedRead, RowsRead, Scores, Selection
+from eps_core.backend.ops import Ops
+from eps_core.backend.summaries.rq import stored_means
 from eps_core.config.cache import CacheConfig
 from eps_core.cpu import calls, kernels, write
 from eps_core.cpu.calls import Chosen
@@ -23,6 +25,8 @@ class CpuKernels:
 
     A backend fills in what it does with its own arrays: the methods up to `run`."""
 
+    ops: ClassVar[Ops]
+
     def place(self, cache: Any) -> AbstractContextManager[Any]:
         """Return the context in which the arrays of a cache are computed."""
         raise NotImplementedError
@@ -35,26 +39,11 @@ class CpuKernels:
         """Return the backend's array of a host array."""
         raise NotImplementedError
 
-    def float32(self, array: Array) -> Array:
-        raise NotImplementedError
-
     def like(self, array: Array, other: Array) -> Array:
         """Return an array in the dtype of another one."""
         raise NotImplementedError
 
     def is_bfloat16(self, array: Array) -> bool:
-        raise NotImplementedError
-
-    def boolean(self, array: Array) -> Array:
-        raise NotImplementedError
-
-    def mean_fields(self, mean: Array, bits: int) -> tuple[dict[str, Array], Array]:
-        """Return the summary fields of units' means [F, Hkv, D] in codes of so many bits, and what they store, as
-        float32."""
-        raise NotImplementedError
-
-    def rounded(self, array: Array) -> Array:
-        """Return float32 scales as summaries store them, in one byte."""
         raise NotImplementedError
 
     def pools(self, cache: Any) -> Callable[[Array], np.ndarray]:
@@ -71,7 +60,7 @@ class CpuKernels:
 
     def score(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
         with self.place(cache):
-            query = self.host(self.float32(q))
+            query = self.host(self.ops.float32(q))
             estimate, num_missing = kernels.score(cache, layer, query, plan, self.pools(cache), self.run)
             return Scores(self.array(estimate), None, None, num_missing, kernels=cache.kernels)
 
@@ -83,7 +72,7 @@ class CpuKernels:
         unscaled, to the last bit. A result of 16 bits is rounded once, though: the parts round before the skipped-mass
         correction is added, too."""
         with self.place(cache):
-            query = self.host(self.float32(q))
+            query = self.host(self.ops.float32(q))
             found = kernels.attend_fused(cache, layer, query, plan, self.pools(cache), self.run)
             (out, lse), (_, read_lse) = found.whole, found.read
             return FusedRead(
@@ -94,14 +83,14 @@ class CpuKernels:
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
         with self.place(cache):
             listed = None if selection is None else self._listed(selection)
-            query = self.host(self.float32(q))
+            query = self.host(self.ops.float32(q))
             out, lse = kernels.attend(cache, layer, query, plan, listed, self.pools(cache), self.run)
             return self.like(self.array(out), q), self.array(lse)
 
     def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None) -> RowsRead:
         with self.place(cache):
-            listed = None if selected_mask is None else self.host(self.boolean(selected_mask))
-            query, is_short = self.host(self.float32(q)), self.is_bfloat16(q)
+            listed = None if selected_mask is None else self.host(self.ops.boolean(selected_mask))
+            query, is_short = self.host(self.ops.float32(q)), self.is_bfloat16(q)
             out, lse, selected = kernels.attend_rows(
                 cache, layer, query, is_short, rows, listed, self.pools(cache), self.run
             )
@@ -123,7 +112,7 @@ class CpuKernels:
         with self.place(cache):
             *correction, share = self._correction(cache, layer, plan, scores, selection, lse)
             selection.kept["skipped"] = scores.estimate, self.array(share)
-            whole, whole_lse = kernels.merge(self.host(self.float32(out)), self.host(lse), *correction)
+            whole, whole_lse = kernels.merge(self.host(self.ops.float32(out)), self.host(lse), *correction)
             return self.like(self.array(whole), out), self.array(whole_lse)
 
     def skipped_mass(self, scores: Scores, selection: Selection) -> Array:
@@ -136,15 +125,15 @@ class CpuKernels:
 
     def build_summary(self, cache_config: CacheConfig, constants: dict[str, Array], k: Array) -> dict[str, Array]:
         """See `summaries.table.build_summary`: k [F, Hkv, U, D] of units of U tokens."""
-        keys = self.host(self.float32(k))
+        ops, keys = self.ops, self.host(self.ops.float32(k))
         turned, mean = write.unit_means(keys, cache_config.S, self.host(constants["signs"]))
-        fields, stored = self.mean_fields(self.array(mean), cache_config.mean_bits)
+        fields, stored = stored_means(ops, self.array(mean), cache_config.mean_bits)
         summary = write.build_units(
             turned, self.host(stored), part_dims(cache_config, keys.shape[-1]), cache_config.second_bit
         )
         arrays = {name: self.array(array) for name, array in summary.items()}
-        scales = {name: self.rounded(arrays[name]) for name, array in summary.items() if array.dtype == np.float32}
-        return arrays | scales | fields
+        in_bytes = (name for name, array in summary.items() if array.dtype == np.float32)
+        return arrays | {name: ops.to_byte(ops.near16(arrays[name])) for name in in_bytes} | fields
 
     def table(self, settle: Callable[[], None] | None = None) -> KernelTable:
         return KernelTable(

@@ -15,6 +15,7 @@ import numpy as np
 
 from eps_core.attention.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
 from eps_core.attention.protocol import Array, RowsRead, Scores, Selection
+from eps_core.backend.ops import Ops
 from eps_core.config.eps import EpsConfig
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
@@ -28,6 +29,7 @@ class GpuKernels:
     A backend fills in its kernels, and what it does with its own arrays: everything up to `estimates`."""
 
     family: ClassVar[str]
+    ops: ClassVar[Ops]
     attend_groups: ClassVar[Callable[..., State]]
     attend_all_rows: ClassVar[Callable[..., tuple[Array, Array, Array | None]]]
     attend_skipped: ClassVar[Callable[..., State]]
@@ -42,9 +44,6 @@ class GpuKernels:
 
     def on(self, of: Any, array: np.ndarray) -> Array:
         """Return a host array on the device of a cache or of an array."""
-        raise NotImplementedError
-
-    def boolean(self, array: Array) -> Array:
         raise NotImplementedError
 
     def estimates(self, cache: Any, layer: int, q: Array, plan: StepPlan, table: Array, lengths: Array) -> Array:
@@ -77,7 +76,7 @@ class GpuKernels:
         uniform, estimate = plan.budget(always_selected), scores.estimate
         wanted, lengths = (self.on(estimate, part.astype(np.int32)) for part in (uniform, plan.lengths))
         groups, counts, selected_mask = self.choose(plan.config, estimate, wanted, lengths, max(int(uniform.max()), 1))
-        return Selection(groups, counts, uniform, always_selected, selected_mask=self.boolean(selected_mask))
+        return Selection(groups, counts, uniform, always_selected, selected_mask=self.ops.boolean(selected_mask))
 
     def choose(
         self, config: EpsConfig, estimate: Array, wanted: Array, lengths: Array, width: int
@@ -96,24 +95,14 @@ class GpuKernels:
         return type(self).compact(selected_mask, width=width)
 
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
-        spec, size = cache.spec, cache.cache_config.S
-        listed = counts = None
-        if selection is None:
-            cache.count_read(int(plan.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
-        else:
-            listed, counts = selection.groups, selection.counts
-            if selection.uniform is not None:
-                cache.count_read(int(selection.uniform.sum()) * spec.num_kv_heads * size * spec.kv_token_bytes)
-            else:
-                cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
+        listed, counts = (None, None) if selection is None else (selection.groups, selection.counts)
         with self.place(cache):
             table, lengths = self.on_device(cache, plan)
             return type(self).attend_groups(
-                q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_size=size
+                q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_size=cache.cache_config.S
             )
 
     def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None) -> RowsRead:
-        cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
         with self.place(cache):
             table, lengths = self.on_device(cache, rows)
             starts = rows.once(("starts", cache.device), lambda: self.on(cache, rows.starts.astype(np.int32)))

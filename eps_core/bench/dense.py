@@ -16,12 +16,11 @@ GRAPH = " (graph)"  # ends the names of variants that replay a recorded launch
 
 @dataclass
 class Variant:
-    """One thing that is timed. `kv_bytes`: what one call must add to the cache's count of K and V read."""
+    """One thing that is timed."""
 
     call: Callable[[], Any]
     kind: str  # dense or eps
     bytes: int | None  # that one call moves, by the definitions of the record
-    kv_bytes: int = 0
     samples_ms: list[float] = field(default_factory=list)
 
     def statistics(self, roof_gbps: float) -> dict[str, Any]:
@@ -84,4 +83,4 @@ class DenseVariants:
         error, limit = dense_error(layer, out, self.keys, self.values), DENSE_TOLERANCE[layer.shape.dtype]
         if not error <= limit:
             raise GateError(f"EPS's dense attention is wrong: relative error {error:.2g}: nothing was timed")
-        return {"eps dense": Variant(attend, "dense", self.bytes, self.bytes)}
+        return {"eps dense": Variant(attend, "dense", self.bytes)}

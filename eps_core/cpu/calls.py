@@ -205,7 +205,7 @@ def attending(
     cache: Any, layer: int, q: np.ndarray, plan: StepPlan, listed: tuple[np.ndarray, np.ndarray] | None, host: Host
 ) -> tuple[Call, State]:
     """Return the call that attends for q [B, Hq, D] float32 over `listed`, the groups and counts of a selection, or
-    over every token where it is None. What will be read is counted."""
+    over every token where it is None."""
     cache_config, spec = cache.cache_config, cache.spec
     table, lengths = plan.table, plan.lengths
     size, per_unit = cache_config.S, cache_config.groups_per_unit
@@ -224,18 +224,15 @@ def attending(
     state = State(np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32))
     (k, k_strides), (v, v_strides) = (rows_of(pool[layer], spec.dtype, host) for pool in (cache.k, cache.v))
 
-    def tasks() -> tuple[int, int, np.ndarray]:
+    def tasks() -> tuple[int, np.ndarray]:
         least, most = TASK_TOKENS
-        tokens = int(lengths.sum()) * spec.num_kv_heads if listed is None else int(counts.sum()) * size
         tokens_each = min(max(int(counts.sum()) * size // (TASKS_PER_THREAD * threads.num_threads()), least), most)
         per_task = max(tokens_each // size, 1)
         starts = np.zeros(counts.size + 1, np.int64)
         np.cumsum(-(-counts.reshape(-1) // per_task), out=starts[1:])
-        return tokens, per_task, starts
+        return per_task, starts
 
-    key = "attend", counts.tobytes(), size, threads.num_threads(), listed is None
-    tokens, per_task, starts = plan.once(key, tasks)
-    cache.count_read(tokens * spec.kv_token_bytes)
+    per_task, starts = plan.once(("attend", counts.tobytes(), size, threads.num_threads()), tasks)
     heads = -(-q.shape[1] // spec.num_kv_heads // vectors.HEADS) * vectors.HEADS
     largest, masses = (np.empty((starts[-1], heads), np.float32) for _ in range(2))
     sums = np.empty((starts[-1], heads * q.shape[2]), np.float32)

@@ -93,7 +93,6 @@ def attend_rows(
     q = np.ascontiguousarray(q)
     kv_heads, unit_tokens = spec.num_kv_heads, cache_config.unit_tokens
     _, num_heads, head_dim = q.shape
-    cache.kv_bytes_read += int(rows.lengths.sum()) * kv_heads * spec.kv_token_bytes
     (k, k_strides), (v, v_strides) = (calls.rows_of(pool[layer], spec.dtype, host) for pool in (cache.k, cache.v))
     per_task = max(ROWS_TASK_TOKENS // unit_tokens, 1) * unit_tokens
     tasks = np.repeat(-(-rows.lengths // per_task), kv_heads)  # of every (sequence, kv head)

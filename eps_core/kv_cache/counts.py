@@ -1,4 +1,4 @@
-"""Counts and checks of both array backends around a write or a read: no array mathematics."""
+"""Checks of a write or a read, and the count of K that is read again: no array mathematics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,29 +29,16 @@ def check_query(spec: CacheSpec, shape: Sequence[int]) -> None:
         )
 
 
-class CountsReads:
-    """Bytes of K and V that a cache has read, some of them known to the device alone until somebody asks."""
+class CountsRereads:
+    """Counts the rows of K that a cache reads again to finalize groups: those of V for a correction."""
 
-    known_bytes_read: int
-    pending_reads: dict[int, Any]  # bytes of a group -> groups read, a number on the device
+    spec: CacheSpec
+    bound: Any  # the caches of the summaries beside it, or None
+    correction: Any
+    tokens_reread: int  # of all layers; every kv head's rows are read
 
     @property
-    def kv_bytes_read(self) -> int:
-        """Bytes of K and V read so far. Synchronises where only the device knows how many groups were."""
-        for group_bytes, number in self.pending_reads.items():
-            self.known_bytes_read += int(number) * group_bytes
-        self.pending_reads = {}
-        return self.known_bytes_read
-
-    @kv_bytes_read.setter
-    def kv_bytes_read(self, value: int) -> None:
-        self.known_bytes_read, self.pending_reads = value, {}
-
-    def count_read(self, num_bytes: int) -> None:
-        """Adds to `kv_bytes_read` without asking for it."""
-        self.known_bytes_read += num_bytes
-
-    def count_groups(self, number: Any, group_bytes: int) -> None:
-        """The same for a number of groups that only the device knows."""
-        before = self.pending_reads.get(group_bytes)
-        self.pending_reads[group_bytes] = number if before is None else before + number
+    def bytes_k_reread(self) -> int:
+        """Bytes read again so far, for the cache's own summaries and for those beside it."""
+        caches = [one for one in (self, self.bound, self.correction) if one is not None]
+        return sum(one.tokens_reread * one.spec.num_kv_heads * one.spec.k_token_bytes for one in caches)

@@ -25,11 +25,9 @@ def attend(
         length = int(lengths[b])
         if selected is None:
             tokens = np.arange(length)
-            cache.kv_bytes_read += length * cache.spec.kv_token_bytes
         else:
             groups = selected.groups[b, head, : selected.counts[b, head]]
             tokens = (groups[:, None] * size + np.arange(size)).reshape(-1)
-            cache.kv_bytes_read += len(tokens) * cache.spec.kv_token_bytes
             tokens = tokens[tokens < length]
         units, offsets = table[b, tokens // cache_config.unit_tokens], tokens % cache_config.unit_tokens
         k, v = (pages.rows_of(pool[layer], units, head, offsets) for pool in (cache.k, cache.v))
@@ -49,7 +47,6 @@ def attend_rows(
     repeat = num_heads // kv_heads
     out, lse = np.zeros(q.shape), np.zeros((total, num_heads))
     selected = None if selected_mask is None else np.full((total, num_heads), -np.inf)
-    cache.kv_bytes_read += int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes
     for t, head in np.ndindex(total, kv_heads):
         tokens = np.arange(int(rows.seen[t]))
         units, offsets = rows.table[rows.sequence[t], tokens // unit_tokens], tokens % unit_tokens

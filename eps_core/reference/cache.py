@@ -13,6 +13,7 @@ import numpy as np
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.cpu.host import host_name
 from eps_core.errors import ConfigError, overflow
+from eps_core.kv_cache.counts import CountsRereads
 from eps_core.kv_cache.groups import GroupState, WritePlan
 from eps_core.kv_cache.step_plan import check_units
 from eps_core.load import resolve_kernels
@@ -28,7 +29,7 @@ State = tuple[np.ndarray, np.ndarray]  # out and lse of attention
 
 
 @dataclass
-class Cache:
+class Cache(CountsRereads):
     """Paged K and V [P, Hkv, U, D] per layer and, under the same index, the summaries [P, Hkv, U/S, ...], S the tokens
     that are summarised together (`CacheConfig.span_tokens`)."""
 
@@ -49,9 +50,7 @@ class Cache:
     largest_value: list[np.ndarray] = field(default_factory=list)
     bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
     correction: "Cache | None" = None  # mean values: its K is this cache's V
-    bytes_k_reread: int = 0
-    kv_bytes_read: int = 0
-    bound_bytes_read: int = 0
+    tokens_reread: int = 0
     kernels: str = "arrays"
 
     def constants(self, layer: int, head: int) -> base.Constants:
@@ -59,9 +58,6 @@ class Cache:
         values = {name: array if name == "signs" else array[head] for name, array in self.fixed[layer].items()}
         centroid = self.centroid[layer]
         return values if centroid is None else values | {"centre": centroid[head]}
-
-    def count_read(self, num_bytes: int) -> None:
-        self.kv_bytes_read += num_bytes
 
     def can_encode(self, layer: int) -> bool:
         """Return whether full groups have summaries: key codes wait for their centroid."""
@@ -153,9 +149,6 @@ def _written(cache: Cache, layer: int, stored: np.ndarray, values: np.ndarray, s
         plan = one.state[layer].plan(slots)
         if one.summaries[layer]:
             _update_summaries(one, layer, rows, plan)
-        if one is not cache:
-            cache.bytes_k_reread += one.bytes_k_reread
-            one.bytes_k_reread = 0
     return cache
 
 
@@ -229,7 +222,7 @@ def _stored_group(cache: Cache, layer: int, group: int, reread: bool) -> np.ndar
     size = cache.cache_config.span_tokens
     stored = pages.rows_of(cache.k[layer], unit, slice(None), slice(sub * size, (sub + 1) * size))
     if reread:
-        cache.bytes_k_reread += size * cache.spec.num_kv_heads * cache.spec.k_token_bytes
+        cache.tokens_reread += size
     return stored.astype(np.float64).swapaxes(0, 1)
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 
 from eps_core.attention.protocol import ErrorBound, Scores, Selection
-from eps_core.config.bytes import span_bytes
 from eps_core.config.selection import ANCHOR_SPREAD, SelectionConfig
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.reference import pages, selection
@@ -94,8 +93,8 @@ def _shifted(estimates: np.ndarray, anchors: np.ndarray | None) -> np.ndarray:
 
 def bounds(cache: Cache, layer: int, q: np.ndarray, plan: StepPlan, scores: Scores, selected: Selection) -> Scores:
     """`scores` with bounds from the codes of single keys, of the groups that `selected` left out; only their codes are
-    read, and counted in `bound_bytes_read`. The bounds of the selected ones are left empty: nothing asks for them.
-    Returns `scores` as they are where the method's own bounds serve."""
+    read. The bounds of the selected ones are left empty: nothing asks for them. Returns `scores` as they are where the
+    method's own bounds serve."""
     if cache.bound is None:
         return scores
     batch, kv_heads, groups = scores.estimate.shape
@@ -109,7 +108,6 @@ def bounds(cache: Cache, layer: int, q: np.ndarray, plan: StepPlan, scores: Scor
         if not inner.can_encode(layer):
             upper[b, head][:, left] = np.inf
             continue
-        cache.bound_bytes_read += len(tokens) * span_bytes(inner.cache_config, q.shape[2])
         units, subs = plan.table[b, tokens // inner.cache_config.unit_tokens], tokens % inner.cache_config.unit_tokens
         stacked = {name: pool[units, head, subs] for name, pool in inner.summaries[layer].items()}
         for r in range(repeat):

@@ -10,8 +10,8 @@ part of the method, and every stored bound is rounded to its safe side. One file
   wrong) and two bounds (hold for every a), or None where the method has no bound;
 - where its facts say so `constants`, `running` with `extend` and `finalize`, `stage`, `rescore` (see `MethodSpec`).
 
-The backends have a file of the same name with these functions over their arrays, and share no code with this one, which
-judges them: it is written from the formulas and nobody optimises it. Design: sections 3 (methods) and 4 (bounds).
+`eps_core.backend.summaries` has a file of the same name with these functions over arrays of either library. It shares
+no code with this one, which judges it: this one is written from the formulas and nobody optimises it.
 """
 
 import math

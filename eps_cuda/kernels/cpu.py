@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from eps_core.backend.cpu import CpuKernels
-from eps_cuda.summaries.base import mean_codes, near16, to_byte
-from eps_cuda.summaries.rq import pack_codes
+from eps_cuda.ops import OPS
 
 
 @functools.cache
@@ -44,6 +43,8 @@ def _memory(array: Tensor) -> np.ndarray:
 
 
 class TorchKernels(CpuKernels):
+    ops = OPS
+
     def place(self, cache: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -64,28 +65,11 @@ class TorchKernels(CpuKernels):
     def array(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
-    def float32(self, array: Tensor) -> Tensor:
-        return array.float()
-
     def like(self, array: Tensor, other: Tensor) -> Tensor:
         return array.to(other.dtype)
 
     def is_bfloat16(self, array: Tensor) -> bool:
         return array.dtype == torch.bfloat16
-
-    def boolean(self, array: Tensor) -> Tensor:
-        return array.to(torch.bool)
-
-    @torch.inference_mode()
-    def mean_fields(self, mean: Tensor, bits: int) -> tuple[dict[str, Tensor], Tensor]:
-        most = 2 ** (bits - 1) - 1
-        codes, scale = mean_codes(mean, most)
-        fields = {"mean": pack_codes(codes.int() + (most + 1), bits), "mean_scale": scale}
-        return fields, codes.float() * scale.float()[..., None]
-
-    @torch.inference_mode()
-    def rounded(self, array: Tensor) -> Tensor:
-        return to_byte(near16(array))
 
     def run(self, kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
         _team()[0](kernel, phases, *args, alone=alone)

@@ -24,11 +24,12 @@ from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels.select import Depth
 from eps_cuda.kernels.write import CorrectionPools, UnitPools, write_tokens
+from eps_cuda.ops import OPS
 from eps_cuda.selection import selection_mask
 
 
 class TritonKernels(GpuKernels):
-    family = "triton"
+    family, ops = "triton", OPS
     attend_groups = attend_kernels.attend_groups
     attend_all_rows = rows_kernels.attend_rows
     attend_skipped = correction_kernels.attend_correction
@@ -45,9 +46,6 @@ class TritonKernels(GpuKernels):
 
     def on(self, of: Cache | Tensor, array: np.ndarray) -> Tensor:
         return to_device(of, array)
-
-    def boolean(self, array: Tensor) -> Tensor:
-        return array.bool()
 
     def estimates(self, cache: Cache, layer: int, q: Tensor, plan: StepPlan, table: Tensor, lengths: Tensor) -> Tensor:
         return estimates(cache, layer, q, table, lengths, depth_of(cache, plan), plan.config.selection_config)
@@ -104,7 +102,7 @@ def covers_writing(cache: Cache) -> bool:
 def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> Cache:
     """Writes a decode step's tokens, each in a unit of its own."""
     for one in _summarised(cache):
-        count_finalized(cache, one, one.state[layer].plan(slots))
+        count_finalized(one, one.state[layer].plan(slots))
     write(cache, layer, k, v, to_device(cache, slots.astype(np.int32)))
     return cache
 
@@ -120,15 +118,12 @@ def plan_step(cache: Cache, slots: np.ndarray) -> None:
         plan = first.plan(slots)
         for state in others:
             state.follow(first, slots)
-        count_finalized(cache, one, plan, len(one.state))
+        count_finalized(one, plan, len(one.state))
 
 
-def count_finalized(cache: Cache, one: Cache, plan: WritePlan, num_layers: int = 1) -> None:
-    """Counts the keys and values that are read back to finalize groups of `one`, the cache or its correction."""
-    finalized = num_layers * int(plan.finalized.sum())
-    cache.bytes_k_reread += (
-        finalized * cache.spec.num_kv_heads * one.cache_config.span_tokens * cache.spec.kv_token_bytes // 2
-    )
+def count_finalized(one: Cache, plan: WritePlan, num_layers: int = 1) -> None:
+    """Counts the keys or values that are read back to finalize groups of `one`, a cache or a correction."""
+    one.tokens_reread += num_layers * int(plan.finalized.sum()) * one.cache_config.span_tokens
 
 
 @torch.inference_mode()

@@ -11,11 +11,12 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.backend.cpu import CpuKernels
-from eps_mlx.summaries.base import mean_codes, near16, to_byte, widened
-from eps_mlx.summaries.rq import pack_codes
+from eps_mlx.ops import OPS
 
 
 class MlxKernels(CpuKernels):
+    ops = OPS
+
     def place(self, cache: Any) -> AbstractContextManager[Any]:
         stream: AbstractContextManager[Any] = mx.stream(cache.stream)
         return stream
@@ -27,26 +28,11 @@ class MlxKernels(CpuKernels):
     def array(self, array: np.ndarray) -> mx.array:
         return mx.array(array)
 
-    def float32(self, array: mx.array) -> mx.array:
-        return array.astype(mx.float32)
-
     def like(self, array: mx.array, other: mx.array) -> mx.array:
         return array.astype(other.dtype)
 
     def is_bfloat16(self, array: mx.array) -> bool:
         return bool(array.dtype == mx.bfloat16)
-
-    def boolean(self, array: mx.array) -> mx.array:
-        return array.astype(mx.bool_)
-
-    def mean_fields(self, mean: mx.array, bits: int) -> tuple[dict[str, mx.array], mx.array]:
-        most = 2 ** (bits - 1) - 1
-        codes, scale = mean_codes(mean, most)
-        fields = {"mean": pack_codes(codes.astype(mx.int32) + (most + 1), bits), "mean_scale": scale}
-        return fields, widened(codes) * widened(scale)[..., None]
-
-    def rounded(self, array: mx.array) -> mx.array:
-        return to_byte(near16(array))
 
 
 def settle() -> None:

@@ -18,11 +18,12 @@ from eps_mlx.kernels import select as select_kernels
 from eps_mlx.kernels.score_meanstd import score_meanstd
 from eps_mlx.kernels.turn_units import turn_units
 from eps_mlx.kernels.units import read_on, score_units
+from eps_mlx.ops import OPS
 from eps_mlx.selection import selection_mask
 
 
 class MetalKernels(GpuKernels):
-    family = "metal"
+    family, ops = "metal", OPS
     attend_groups = attend_kernels.attend_groups
     attend_all_rows = rows_kernels.attend_rows
     attend_skipped = correction_kernels.attend_correction
@@ -37,9 +38,6 @@ class MetalKernels(GpuKernels):
 
     def on(self, of: Cache | mx.array, array: np.ndarray) -> mx.array:
         return mx.array(array)
-
-    def boolean(self, array: mx.array) -> mx.array:
-        return array.astype(mx.bool_)
 
     def estimates(
         self, cache: Cache, layer: int, q: mx.array, plan: StepPlan, table: mx.array, lengths: mx.array

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from engines import runtime
 
+from eps_core.backend.summaries.table import build_summary
 from eps_cuda.integrations.vllm.forward import on_host
-from eps_cuda.summaries.table import build_summary
+from eps_cuda.ops import OPS
 
 GROUPS = 16  # of each row and layer that are looked at in a step, drawn again; each with all that share its mean
 
@@ -61,7 +62,7 @@ class Shadow:
             gap = (stored.float() - rows.transpose(1, 2).float()).abs().nan_to_num(torch.inf)
             self.largest = max(self.largest, float(gap.max()))
             self.lacking += int((~cache.state[place].valid(groups)).sum())
-            wanted = build_summary(cache.cache_config, cache.constants(place), rows.transpose(1, 2))
+            wanted = build_summary(OPS, cache.cache_config, cache.constants(place), rows.transpose(1, 2))
             for name in ("codes", "second"):
                 found = cache.summaries[place][name][torch.from_numpy(at), :, torch.from_numpy(sub)]
                 self.wrong += int((found != wanted[name]).flatten(2).any(dim=-1).sum())

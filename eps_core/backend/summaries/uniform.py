@@ -1,12 +1,11 @@
 """A seeded uniform ranking that looks at no key and stores nothing: the floor of every plot."""
 
-from torch import Tensor
-
+from eps_core.attention.protocol import Array
+from eps_core.backend.ops import Ops, Score, Summary
 from eps_core.config.cache import CacheConfig
-from eps_cuda.summaries.base import Score, Summary
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mixed(x: Array) -> Array:
     """A bijection of 32 bits, in int64 of which the upper half is cut off, that leaves no pattern (C. Wellons'
     lowbias32)."""
     x = ((x ^ x >> 16) * 0x7FEB352D) & 0xFFFFFFFF
@@ -14,9 +13,10 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ x >> 16
 
 
-def score(cache_config: CacheConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
+def score(ops: Ops, cache_config: CacheConfig, constants: Summary, summary: Summary, a: Array) -> Score:
     """In [0, 1), from seed, layer, kv head, length of the sequence and place in it: a new ranking at every step. Of 24
     bits, so that float32 holds it exactly. No estimate of anything."""
-    start = _mixed((constants["stream"][:, :, None] + constants["length"]) & 0xFFFFFFFF)  # [B, Hkv, 1, 1]
-    drawn = _mixed((start + constants["groups"]) & 0xFFFFFFFF) >> 8
-    return drawn.float() / (1 << 24), None, None
+    stream, length, groups = (ops.int64(constants[name]) for name in ("stream", "length", "groups"))
+    start = _mixed((stream[:, :, None] + length) & 0xFFFFFFFF)  # [B, Hkv, 1, 1]
+    drawn = _mixed((start + groups) & 0xFFFFFFFF) >> 8
+    return ops.float32(drawn) / (1 << 24), None, None

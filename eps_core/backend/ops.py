@@ -1,0 +1,142 @@
+"""Array operations by one name each, so that what Torch and MLX would compute alike is written once.
+
+A backend has one `Ops` of its own, which its shared functions get as their first argument. What both libraries call
+alike is used as it is: operators, `reshape`, `swapaxes`, `flatten`, and `sum`, `mean`, `any`, `all`, `cumsum` with
+`axis` and `keepdims`. Axes not named are the last one.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from eps_core.attention.protocol import Array
+
+Summary = dict[str, Array]
+Score = tuple[Array, Array | None, Array | None]
+
+
+class Ops:
+    """The operations of one array library, which a backend fills in, and numbers that all methods make of them."""
+
+    abs: Callable[..., Array]
+    broadcast_to: Callable[..., Array]
+    ceil: Callable[..., Array]
+    clip: Callable[..., Array]
+    concatenate: Callable[..., Array]
+    exp: Callable[..., Array]
+    expm1: Callable[..., Array]
+    floor: Callable[..., Array]
+    isfinite: Callable[..., Array]
+    isnan: Callable[..., Array]
+    log: Callable[..., Array]
+    logaddexp: Callable[..., Array]
+    logsumexp: Callable[..., Array]
+    maximum: Callable[..., Array]
+    minimum: Callable[..., Array]
+    nan_to_num: Callable[..., Array]
+    round: Callable[..., Array]
+    softplus: Callable[[Array], Array]
+    sqrt: Callable[..., Array]
+    stack: Callable[..., Array]
+    where: Callable[..., Array]
+    zeros_like: Callable[..., Array]
+    norms: Callable[[Array], Array]  # [.., D] -> [..], L2
+    max: Callable[..., Array]  # (x, axis=-1, keepdims=False)
+    min: Callable[..., Array]
+    boolean: Callable[[Array], Array]
+    float32: Callable[[Array], Array]
+    float16: Callable[[Array], Array]
+    int8: Callable[[Array], Array]
+    uint8: Callable[[Array], Array]
+    int32: Callable[[Array], Array]
+    int64: Callable[[Array], Array]
+
+    def on(self, like: Array, array: np.ndarray) -> Array:
+        """Return a host array where `like` is."""
+        raise NotImplementedError
+
+    def arange(self, like: Array, start: int, stop: int, step: int = 1) -> Array:
+        """Return int32 numbers where `like` is."""
+        raise NotImplementedError
+
+    def variance(self, x: Array, axis: int) -> Array:
+        """Return the population variance."""
+        raise NotImplementedError
+
+    def pad(self, x: Array, after: int, axis: int = -1) -> Array:
+        """Return x with `after` zeros behind it."""
+        raise NotImplementedError
+
+    def flip(self, x: Array) -> Array:
+        raise NotImplementedError
+
+    def repeat(self, x: Array, times: int) -> Array:
+        """Return every element of the last axis `times` times in a row."""
+        raise NotImplementedError
+
+    def split(self, x: Array, sizes: Sequence[int]) -> Sequence[Array]:
+        raise NotImplementedError
+
+    def eigh(self, matrix: Array) -> tuple[Array, Array]:
+        """Return eigenvalues, rising, and eigenvectors as columns of symmetric matrices."""
+        raise NotImplementedError
+
+    def triangle(self, matrix: Array) -> Array:
+        """Return the triangular factor of a QR decomposition."""
+        raise NotImplementedError
+
+    def to_byte(self, scale: Array) -> Array:
+        """Return float16 numbers >= 0 in one byte: five bits of exponent, three of mantissa, to the nearest."""
+        raise NotImplementedError
+
+    def from_byte(self, stored: Array) -> Array:
+        """Return the numbers [..] float32 that `to_byte` stored."""
+        raise NotImplementedError
+
+    def all_dots(self, codes: Array, a: Array) -> Array:
+        """Return inner products [B, Hkv, R, G] of stored codes [B, Hkv, G, D] with a [B, Hkv, R, D]."""
+        raise NotImplementedError
+
+    def packed_dots(self, packed: Array, bits: int, a: Array, has_zero: bool = False) -> Array:
+        """Return inner products [B, Hkv, R, G] of packed levels [B, Hkv, G, bytes] (`summaries.rq.levels_of`) with a
+        [B, Hkv, R, D], their scale left out."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------------- rounding
+
+    def up16(self, x: Array) -> Array:
+        """Return a float16 that is at least x, for x >= 0. Rounding to nearest loses at most 2^-11; the rest absorbs
+        float32."""
+        return self.float16(x * (1 + 2.0**-10) + 2.0**-24)
+
+    def near16(self, x: Array) -> Array:
+        """Return the nearest finite float16: for estimates, never for bounds."""
+        return self.float16(self.clip(x, -65504.0, 65504.0))
+
+    def mean_codes(self, mu: Array, most: int = 127) -> tuple[Array, Array]:
+        """Return int8 codes [.., D] and a float16 scale [..] with mu ~ codes * scale, |codes| <= most."""
+        largest = self.max(self.abs(mu))
+        scale = self.up16(largest / most)
+        scale = self.float16(self.where((largest > 0) & self.isfinite(scale), scale, 0))
+        return self.int8(self.rounded_codes(mu, scale, most)), scale
+
+    def rounded_codes(self, x: Array, scale: Array, most: int) -> Array:
+        """Return round(x / scale) within +-most, 0 where the scale [..] is 0; float32 [.., D]."""
+        step = self.float32(scale)[..., None]
+        codes = self.clip(self.round(x / self.where(step > 0, step, 1)), -most, most)
+        return self.where(step > 0, codes, 0)
+
+    def key_norm(self, k: Array) -> Array:
+        """Return the largest norm [..] of keys k [.., S, D]."""
+        return self.max(self.norms(k))
+
+    # -------------------------------------------------------------------------------------------------------- scoring
+
+    def per_group(self, summary: Summary, name: str) -> Array:
+        """Return a stored scalar [B, Hkv, G] as float32 [B, Hkv, 1, G]."""
+        return self.float32(summary[name])[..., None, :]
+
+    def logit_slack(self, a: Array, norm: Array) -> Array:
+        """Return the error that float32 arithmetic may add to a sum of D products of size |a| * norm (four times the
+        worst case); the 1 covers log n."""
+        return (a.shape[-1] + 32) * 2.0**-21 * (self.norms(a)[..., None] * norm + 1)

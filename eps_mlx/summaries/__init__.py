@@ -1,1 +1,0 @@
-"""One method, one file: how its summaries are built and scored."""
