@@ -217,17 +217,20 @@ def test_a_page_that_fails_leaves_the_file_as_it_was(
 
 
 def made_up(num_tokens: int, num_layers: int = 32, num_heads: int = 8, num_steps: int = 300) -> Trace:
-    """A run of a large model on random reads: no two cells beside each other are alike, as no real run has it."""
+    """A run of a large model on random reads: cells beside each other are hardly ever alike, as no real run has it."""
     rng = np.random.default_rng(0)
     spec = SimpleNamespace(num_layers=num_layers, num_kv_heads=num_heads, num_heads=4 * num_heads, head_dim=128)
     reads = Reads(SimpleNamespace(spec=spec), num_tokens)  # type: ignore[arg-type]
-    reads.tokens_read = rng.integers(0, num_steps * num_heads, (num_layers, num_tokens)) ** 2 // (num_steps * num_heads)
+    num_columns = -(-num_tokens // reads.column_tokens)
+    by_column = (rng.random((num_layers, num_columns)) ** 3 * num_steps * num_heads).astype(np.int64)
+    reads.tokens_read = np.repeat(by_column, reads.column_tokens, axis=1)[:, :num_tokens]
     reads.kv_bytes, reads.summary_bytes = rng.random((num_layers, num_heads)) * 1e9, rng.random(num_layers) * 1e8
     for step in range(num_steps):
         record = SimpleNamespace(step=step, timed=True, decode_ms=90.0 + step % 7, audited=False)
         reads.records.append(record)  # type: ignore[arg-type]
         reads.layer_ms.append(rng.random((num_layers, 2)))
-        reads.by_step.append(reads.columns(rng.random(num_tokens) ** 2))
+        # as the page puts steps together, alike ones stay apart
+        reads.by_step.append(np.random.default_rng(step // -(-num_steps // run_page.MAX_ROWS)).random(num_columns) ** 3)
     summary = {"bytes_kv_read_est": 3e9, "bytes_summary_read": 1e9, "bytes_ratio": 0.05, "kv_ratio": 0.04,
                "summary_ratio": 0.01, "decode_ms_p50": 93.0, "prefill_ms": 1e4, "steps": num_steps}  # fmt: skip
     text = [" word"] * num_steps

@@ -259,7 +259,7 @@ def _piece_tokens(reads: Reads) -> int:
 
 
 def _piece_shares(reads: Reads) -> np.ndarray:
-    """Of the (layer, step, kv head)s the share that read a token, mean over each piece."""
+    """Return the share of the (layer, step, kv head)s that read a token, mean over each piece."""
     shares = reads.shares.mean(axis=0)
     starts = np.arange(0, reads.num_tokens, _piece_tokens(reads))
     sums: np.ndarray = np.add.reduceat(shares, starts)
