@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 from command import last, lines_of, outcome, refused
 
+from eps_core.attention import layer as layer_module
 from eps_core.decode import layers
 from eps_core.evaluation import trace as tracing
 from eps_core.evaluation.trace import Reads, Trace, texts_of
@@ -99,13 +100,31 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
     return calls
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+FUSED = ("--method", "rq", "--eps-group-size", "1", "--kernels", "numba")  # one kernel scores, selects and attends
+
+
+@pytest.mark.parametrize(("backend", "more"), [*((name, ()) for name in BACKENDS), ("cuda", FUSED)])
 def test_the_page_shows_what_the_steps_read_and_the_run_stays_the_same(
-    backend: str, model: Path, tmp_path: Path, traced: list[Trace], attended: list[tuple[int, Any]]
+    backend: str,
+    more: tuple[str, ...],
+    model: Path,
+    tmp_path: Path,
+    traced: list[Trace],
+    attended: list[tuple[int, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = last(outcome(line(model, backend, "--kl"), tmp_path))
+    fused, at_once = list[Any](), layer_module.fused_sparse_attention
+
+    def kept(*rest: Any) -> Any:
+        read = at_once(*rest)
+        fused.extend([] if read is None else [read])
+        return read
+
+    monkeypatch.setattr(layer_module, "fused_sparse_attention", kept)
+    plain = last(outcome(line(model, backend, "--kl", *more), tmp_path))
     attended.clear()
-    done = outcome(line(model, backend, "--plot", "p.html", "--metrics", "m.jsonl"), tmp_path)
+    fused.clear()
+    done = outcome(line(model, backend, "--plot", "p.html", "--metrics", "m.jsonl", *more), tmp_path)
     result = last(done)
     for name in ("text", "tokens", "bytes_ratio", "kl_mean", "kl_max", "top1_agreement", "prompt_tokens"):
         assert result[name] == plain[name], name
@@ -115,13 +134,14 @@ def test_the_page_shows_what_the_steps_read_and_the_run_stays_the_same(
 
     # the reads, counted again from what the layers returned: the first steps are the run's, then come those of --kl
     reads, spec = trace.reads, trace.reads.session.spec
-    again = np.zeros_like(reads.tokens_read)
+    again, size = np.zeros_like(reads.tokens_read), 1 if more else 8
     assert len(attended) == 2 * STEPS * spec.num_layers
+    assert bool(fused) == bool(more)
     for layer, read in attended[: STEPS * spec.num_layers]:
         groups = np.asarray(reads.session.backend.to_numpy(read.selection.groups))[0]
         for of_head in groups.tolist():
             for group in of_head:
-                for token in range(group * 8, group * 8 + 8) if group >= 0 else ():
+                for token in range(group * size, group * size + size) if group >= 0 else ():
                     if token < reads.num_tokens:
                         again[layer, token] += 1
     assert np.array_equal(reads.tokens_read, again)
@@ -217,17 +237,20 @@ def test_a_page_that_fails_leaves_the_file_as_it_was(
 
 
 def made_up(num_tokens: int, num_layers: int = 32, num_heads: int = 8, num_steps: int = 300) -> Trace:
-    """A run of a large model on random reads: no two cells beside each other are alike, as no real run has it."""
+    """A run of a large model on random reads: cells beside each other are hardly ever alike, as no real run has it."""
     rng = np.random.default_rng(0)
     spec = SimpleNamespace(num_layers=num_layers, num_kv_heads=num_heads, num_heads=4 * num_heads, head_dim=128)
     reads = Reads(SimpleNamespace(spec=spec), num_tokens)  # type: ignore[arg-type]
-    reads.tokens_read = rng.integers(0, num_steps * num_heads, (num_layers, num_tokens)) ** 2 // (num_steps * num_heads)
+    num_columns = -(-num_tokens // reads.column_tokens)
+    by_column = (rng.random((num_layers, num_columns)) ** 3 * num_steps * num_heads).astype(np.int64)
+    reads.tokens_read = np.repeat(by_column, reads.column_tokens, axis=1)[:, :num_tokens]
     reads.kv_bytes, reads.summary_bytes = rng.random((num_layers, num_heads)) * 1e9, rng.random(num_layers) * 1e8
     for step in range(num_steps):
         record = SimpleNamespace(step=step, timed=True, decode_ms=90.0 + step % 7, audited=False)
         reads.records.append(record)  # type: ignore[arg-type]
         reads.layer_ms.append(rng.random((num_layers, 2)))
-        reads.by_step.append(reads.columns(rng.random(num_tokens) ** 2))
+        # as the page puts steps together, alike ones stay apart
+        reads.by_step.append(np.random.default_rng(step // -(-num_steps // run_page.MAX_ROWS)).random(num_columns) ** 3)
     summary = {"bytes_kv_read_est": 3e9, "bytes_summary_read": 1e9, "bytes_ratio": 0.05, "kv_ratio": 0.04,
                "summary_ratio": 0.01, "decode_ms_p50": 93.0, "prefill_ms": 1e4, "steps": num_steps}  # fmt: skip
     text = [" word"] * num_steps

@@ -1,4 +1,4 @@
-"""The reads of the sparse steps of one run: tokens, bytes and times by layer, for `eps-proto run --plot`.
+"""The reads of one run's sparse steps: tokens, bytes and times by layer, for `eps-proto run --plot`.
 
 The steps are those of the run itself. Its decoder gets layers that also hand over their reads, and each step's reads
 are counted when its record comes, outside of what is timed. Steps that are no calls layer by layer (CUDA graphs) or are

@@ -220,47 +220,33 @@ def _rich_table(rows: Sequence[Sequence[str]], header: Sequence[str], widths: Se
 
 
 def describe(config: EpsConfig) -> str:
-    """One line that names the method and policy with the settings that matter to them."""
+    """Return one line: the method, the policy and their settings."""
     if not config.cache_config.enabled:
         return "off: dense attention, nothing allocated"
-    method = config.cache_config.method
-    if config.cache_config.method_spec.coded:
-        words = [
-            f"1 bit about the mean of {config.cache_config.mean_tokens} tokens in {config.cache_config.mean_bits} bits"
-        ]
-        words += (
-            [f"stages {', '.join(f'{share:g}' for share in config.selection_config.cascade)}"]
-            if config.selection_config.cascade
-            else []
-        )
-        words += (
-            [f"a second of the best {config.selection_config.rescore:g}"] if config.selection_config.rescore else []
-        )
-        words += ["with bounds"] if config.cache_config.rq_bounds else []
+    cache, read = config.cache_config, config.selection_config
+    method, most = cache.method, f"{read.top_pages} groups"
+    if cache.method_spec.coded:
+        words = [f"1 bit a dimension about the mean of {cache.mean_tokens} tokens"]
+        words += [f"{' and '.join(f'{share:g}' for share in read.cascade)} of each code first"] if read.cascade else []
+        words += [f"a second bit of the best {read.rescore:g}"] if read.rescore else []
+        words += ["with bounds"] if cache.rq_bounds else []
         method += f" ({', '.join(words)})"
-    elif config.cache_config.dim is not None:
-        method += f" (dim {config.cache_config.dim})"
-    settings = {
-        "topk": f"budget {config.selection_config.budget:g}"
-        + (f", at least {config.selection_config.budget_floor} tokens" if config.selection_config.budget_floor else "")
-        if config.selection_config.top_pages is None
-        else f"top-pages {config.selection_config.top_pages}",
-        "threshold": f"alpha {config.selection_config.alpha:g}, top-pages {config.selection_config.top_pages}",
-    }[config.selection_config.policy]
-    more = (
-        f", correction mean of {config.cache_config.correction_tokens} tokens"
-        if config.cache_config.correction_tokens
-        else ""
-    )
-    more += f", bounded from {config.cache_config.bound_bits}-bit keys" if config.cache_config.bound_bits else ""
-    more += f", strict (epsilon {config.selection_config.epsilon:g})" if config.selection_config.strict else ""
-    if config.selection_config.head_modes is not None:
-        modes = [mode for layer in config.selection_config.head_modes for mode in layer]
+    elif cache.dim is not None:
+        method += f" (dim {cache.dim})"
+    if read.policy == "threshold":
+        most = f"what is above a threshold (alpha {read.alpha:g}), at most {most}"
+    elif read.top_pages is None:
+        most = f"{read.budget:g} of the tokens" + (f", at least {read.budget_floor:,}" if read.budget_floor else "")
+    more = f", correction mean of {cache.correction_tokens} tokens" if cache.correction_tokens else ""
+    more += f", bounded from {cache.bound_bits}-bit keys" if cache.bound_bits else ""
+    more += f", strict (epsilon {read.epsilon:g})" if read.strict else ""
+    if read.head_modes is not None:
+        modes = [mode for layer in read.head_modes for mode in layer]
         more += f", {modes.count('gate')} of {len(modes)} kv heads sparse"
+    whose = "for each kv head" if read.scope == "kv-head" else "for all kv heads together"
     return (
-        f"{method}, groups of {config.cache_config.S} tokens, {config.selection_config.policy} ({settings}), "
-        f"scope {config.selection_config.scope}, always the first {config.selection_config.num_sink_tokens} and last "
-        f"{config.selection_config.num_recent_tokens} tokens{more}"
+        f"{method}, {'single tokens' if cache.S == 1 else f'groups of {cache.S} tokens'}; reads {most}, {whose}, always "
+        f"the first {read.num_sink_tokens} and last {read.num_recent_tokens} tokens{more}"
     )
 
 

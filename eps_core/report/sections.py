@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.cache import COARSE_GROUP_BLOCKS, coded_methods
+from eps_core.config.cache import coded_methods
 from eps_core.io.records import number
 from eps_core.report import cells as of
-from eps_core.report import evaluated, kept, verified
+from eps_core.report import evaluated, kept
 from eps_core.report.cells import Table, field, form, loss_points, p95_saved_percent, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, heat_map, scatter
 from eps_core.report.kinds import Line
@@ -19,12 +19,6 @@ from eps_core.report.load import Results
 from eps_core.summaries.table import names
 
 MAX_MAPS = 6
-_ABLATIONS: tuple[tuple[str, str, Any], ...] = (
-    ("dim", "m (--eps-dim)", 8),
-    ("alpha", "alpha", 1.1),
-    ("last_n", "last_n, groups", 8),
-    ("group_size", "g, tokens of a group", COARSE_GROUP_BLOCKS * 16),
-)
 
 
 @dataclass(frozen=True)
@@ -48,17 +42,20 @@ class Section:
 
 def sections_of(results: Results) -> list[Section]:
     """Return all sections, whatever the results lack."""
-    exact, cells = verified.apart([cell for cell in results.cells if number(cell.get("bytes_ratio")) is not None])
+    cells = [
+        cell
+        for cell in results.cells
+        # verified text is the dense one: it has no place among texts that may differ
+        if number(cell.get("bytes_ratio")) is not None and not isinstance(cell.get("verified"), dict)
+    ]
     return [
         Section("quality", "Quality against bytes", _quality(cells)),
-        Section("verified", "Verified decoding", [Part("", *verified.drawn(exact))]),
         Section("kept", "Bytes read and bytes kept", _kept(results.kept)),
         Section("tasks", "Tasks and text", _evaluated(results)),
         Section("visited", "Visited ratio against context", [_visited(cells, results.runs)]),
         Section("time", "Decode time", [_time(cells)]),
         Section("certificate", "Error bound against truth", [_certificate(cells, results.runs)]),
         Section("heads", "Visited ratio by layer and kv head", [_heads(cells, results.runs)]),
-        Section("ablations", "Ablations", [_ablation(cells, axis, label) for axis, label, _ in _ABLATIONS]),
         Section("runs", "Single runs", [_runs(results.runs)]),
         Section("skipped", "Cells without numbers", [_skipped(results.cells, results.failed)]),
         Section("inputs", "Inputs", [_inputs(results)]),
@@ -290,79 +287,6 @@ def _heads(cells: list[Line], runs: list[Line]) -> Part:
         tables.append(Table(("layer", *(f"kv head {head}" for head in range(array.shape[1]))), rows, name))
     plots = [heat_map(array, "kv head", "layer", f"{name}: {about}") for name, array in shown]
     return Part(note=note, figures=plots, tables=tables)
-
-
-def _ablation(cells: list[Line], axis: str, label: str) -> Part:
-    series = _ablation_series(cells, axis)
-    if not series:
-        return Part(label, nothing="no variant measured at two values of it, the rest held")
-    plots = [
-        curves(
-            [
-                Curve(name, of.sorted_points((_axis_value(c, axis), value(c)) for c in group), of.method(group[0]))
-                for name, group in series.items()
-            ],
-            label,
-            unit,
-            f"{what} over {label}, everything else held at its default or nearest to it.",
-            log_y=log_y,
-        )
-        for what, unit, value, log_y in (
-            ("Mean KL to dense (log scale; lower is better)", "KL to dense, nats", of.value("kl_mean"), True),
-            ("Groups selected", "groups selected, share of all", of.value("selected_ratio"), False),
-        )
-    ]
-    table = table_of(
-        [{**cell, "curve": name} for name, group in series.items() for cell in group],
-        (
-            ("curve", itemgetter("curve")), (label, lambda cell: form(_axis_value(cell, axis), "g")),
-            ("visited", field("selected_ratio", ".4f")), ("bytes / dense", field("bytes_ratio", ".4f")),
-            ("KL mean, nats", field("kl_mean", ".5f")), ("needles", of.out_of_needles("needles_answered")),
-        ),
-    )  # fmt: skip
-    return Part(label, figures=plots, tables=[table])
-
-
-def _axis_value(cell: Line, axis: str) -> float | None:
-    return number(of.asked(cell, axis))
-
-
-def _ablation_series(cells: list[Line], axis: str) -> dict[str, list[Line]]:
-    """For each (method, context), the cells that differ in `axis` alone: the set with most values of it, of those the
-    one nearest to the defaults."""
-    others = [name for name, _, _ in _ABLATIONS if name != axis]
-    held = (
-        "policy", "bits", "heads", "strict", "batch", "budget", "byte_budget", "epsilon", "tau", "top_pages", "first_n",
-        "rescore", "mean_tokens", "cascade", "scope", "bound_bits",
-    )  # fmt: skip
-    groups: dict[Any, dict[Any, list[Line]]] = {}
-    for cell in cells:
-        if _axis_value(cell, axis) is None:
-            continue
-        curve = (str(cell.get("model", "")), of.context(cell), of.method(cell))
-        # sink, recent and correction tokens grow with the group: those asked for in groups are held above
-        correction = number(cell.get("correction_tokens"))
-        in_groups = any(of.asked(cell, name) is not None for name in ("first_n", "last_n"))
-        sink_recent = None if in_groups else cell.get("sink_recent")
-        correction = bool(correction) if axis == "group_size" else correction
-        rest = (*(repr(of.asked(cell, name)) for name in (*others, *held)), repr(sink_recent), repr(correction))
-        groups.setdefault(curve, {}).setdefault(rest, []).append(cell)
-    defaults = {name: value for name, _, value in _ABLATIONS}
-
-    def rank(group: list[Line]) -> tuple[int, int]:
-        off = sum(of.asked(group[0], name) not in (None, defaults[name]) for name in others)
-        return len({_axis_value(cell, axis) for cell in group}), -off
-
-    found: dict[str, list[Line]] = {}
-    for (_, context, method), sets in sorted(groups.items()):
-        best = max((sets[rest] for rest in sorted(sets)), key=rank)
-        if rank(best)[0] >= 2:
-            at = ", ".join(f"{name} {value}" for name in others if (value := of.asked(best[0], name)) is not None)
-            # a cell that several files hold counts once
-            by_value = {_axis_value(cell, axis) or 0.0: cell for cell in reversed(best)}
-            name = f"{method} at {context:,}" + (f" ({at})" if at else "")
-            found[name] = [by_value[value] for value in sorted(by_value)]
-    return dict(list(found.items())[:MAX_CURVES])
 
 
 def _runs(runs: list[Line]) -> Part:
