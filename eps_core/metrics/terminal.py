@@ -245,8 +245,8 @@ def describe(config: EpsConfig) -> str:
         more += f", {modes.count('gate')} of {len(modes)} kv heads sparse"
     whose = "for each kv head" if read.scope == "kv-head" else "for all kv heads together"
     return (
-        f"{method}, {'single tokens' if cache.S == 1 else f'groups of {cache.S} tokens'}; reads {most}, {whose}, always "
-        f"the first {read.num_sink_tokens} and last {read.num_recent_tokens} tokens{more}"
+        f"{method}, {'single tokens' if cache.S == 1 else f'groups of {cache.S} tokens'}; reads {most}, {whose}, "
+        f"always the first {read.num_sink_tokens} and last {read.num_recent_tokens} tokens{more}"
     )
 
 
