@@ -6,37 +6,37 @@ import numpy as np
 import torch
 
 from eps_core.cpu import forks
-from eps_cuda.attention import (
+from eps_cuda.arrays import (
     add_correction,
-    attend,
-    attend_chunk,
     attend_correction,
     attend_own,
     attend_rows,
-    merge,
-    moved_by,
-    unread_share,
-    weights,
-)
-from eps_cuda.cache import (
-    Cache,
+    bound_error,
+    bounds,
     check_finite,
-    grow,
-    new_cache,
+    copy_units,
+    export_units,
+    extend_selection,
+    import_units,
+    merge,
+    move_kv,
+    moved_by,
     read_kv,
-    span,
-    to_host,
-    wait,
+    score,
+    select,
+    skipped_mass,
+    take,
+    unread_share,
+    visits,
+    weights,
     write_kv,
+    write_kv_tentative,
 )
+from eps_cuda.attention import attend, attend_chunk
+from eps_cuda.cache import Cache, grow, new_cache, span, to_host, wait
 from eps_cuda.device import device_name, devices, from_numpy, to_numpy
-from eps_cuda.drafts import take, visits, write_kv_tentative
-from eps_cuda.error_bounds import bound_error, bounds, extend_selection
 from eps_cuda.kernels.choose import kernel_of, usable_kernels
 from eps_cuda.model import load_model
-from eps_cuda.moves import copy_units, export_units, import_units, move_kv
-from eps_cuda.scoring import score
-from eps_cuda.selection import select, skipped_mass
 
 forks.watch()  # whatever Torch does from here on may make threads
 

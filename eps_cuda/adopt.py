@@ -4,13 +4,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_cuda.cache import Cache, finalize, mark_valid, read_kv, write_kv
+from eps_cuda.arrays import finalize, mark_valid, read_kv, write_kv
+from eps_cuda.cache import Cache
 
 
 def forget(cache: Cache) -> None:
     """Forget all summaries of the cache: its pools are written by others from here on. The centroid of codes, once
     found, stays."""
-    for one in _summarised(cache):
+    for one in cache.parts():
         for layer, state in enumerate(one.state):
             state.forget()
             if one.valid:
@@ -19,7 +20,7 @@ def forget(cache: Cache) -> None:
 
 def mark_written(cache: Cache, layer: int, slots: np.ndarray) -> None:
     """Before a write to slots [N]: what lies below each in its group is the same sequence's, whoever wrote it."""
-    for one in _summarised(cache):
+    for one in cache.parts():
         groups, offsets = np.divmod(np.asarray(slots, np.int64), one.cache_config.span_tokens)
         found, first = np.unique(groups, return_index=True)
         one.state[layer].mark_written(found, offsets[first])
@@ -36,7 +37,7 @@ def adopt(cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray) -> i
     for units, length in zip(table, lengths.tolist(), strict=True):
         for index in range(-(-length // size)):
             unit, held = int(units[index]), min(length - index * size, size)
-            if unit in done or not any(_lacks(one, layer, unit, held) for one in _summarised(cache)):
+            if unit in done or not any(_lacks(one, layer, unit, held) for one in cache.parts()):
                 continue
             done.add(unit)
             k, v = read_kv(cache, layer, np.array([unit]), held)
@@ -60,7 +61,3 @@ def summarise_rows(cache: Cache, layer: int, groups: np.ndarray, keys: Tensor) -
     cache.state[layer].mark_written(groups, np.full(len(groups), cache.cache_config.span_tokens))
     finalize(cache, layer, groups, keys)
     mark_valid(cache, layer, groups)
-
-
-def _summarised(cache: Cache) -> list[Cache]:
-    return [one for one in (cache, cache.bound, cache.correction) if one is not None and one.cache_config.enabled]

@@ -217,11 +217,10 @@ def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
     alone."""
     if cache.kernels != "triton":
         return {}
+    from eps_cuda.arrays import score, select
     from eps_cuda.kernels import dispatch
     from eps_cuda.kernels.attend import attend_groups
     from eps_cuda.kernels.correction import attend_with_correction
-    from eps_cuda.scoring import score
-    from eps_cuda.selection import select
 
     config = plan.config
     first = score(cache, 0, q, plan)

@@ -23,13 +23,12 @@ from eps_core.backend.gpu import covers_codes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.layers import run_layers
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_cuda.cache import Cache, check_finite, span
-from eps_cuda.drafts import invalidate
+from eps_cuda.arrays import check_finite, invalidate, skipped_mass
+from eps_cuda.cache import Cache, span
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.correction import attend_with_correction
 from eps_cuda.kernels.select import Depth
-from eps_cuda.selection import skipped_mass
 
 BUCKET_TOKENS = 4096  # tables are padded to whole multiples, so that a graph serves this many steps
 MAX_GRAPHS = 8  # of one cache, by model, batch, table width and what is read; the oldest goes first

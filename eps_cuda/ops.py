@@ -1,15 +1,21 @@
 """Torch's array operations, by the names of `eps_core.backend.ops`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
 from eps_core.backend.ops import Ops
 from eps_core.backend.summaries.rq import levels_of, unpack_codes
+from eps_cuda import pages
+from eps_cuda.device import DTYPES, empty_pool, to_numpy
+from eps_cuda.kernels.choose import kernels_of
 
+FULL = {bool: torch.bool, int: torch.int32, float: torch.float32}  # dtypes of `full`
 PIECE_GROUPS = 256  # groups that a CPU decodes at once, to stay in its cache; changes speed only
 
 
@@ -42,24 +48,82 @@ class TorchOps(Ops):
     softplus = staticmethod(torch.nn.functional.softplus)
     sqrt = staticmethod(torch.sqrt)
     stack = staticmethod(torch.stack)
+    tanh = staticmethod(torch.tanh)
     where = staticmethod(torch.where)
     zeros_like = staticmethod(torch.zeros_like)
     norms = staticmethod(lambda x: torch.linalg.vector_norm(x, dim=-1))
+    sigmoid = staticmethod(torch.sigmoid)
+    softmax = staticmethod(lambda x: torch.softmax(x, dim=-1))
+    finfo = staticmethod(torch.finfo)
+    kernels_of = staticmethod(kernels_of)
+    dtypes, pages, gpu_family = DTYPES, pages, "triton"
     max, min = _reduced(torch.amax), _reduced(torch.amin)
     float32, float16, int8 = _cast(torch.float32), _cast(torch.float16), _cast(torch.int8)
     boolean, uint8, int32, int64 = _cast(torch.bool), _cast(torch.uint8), _cast(torch.int32), _cast(torch.int64)
 
-    def on(self, like: Tensor, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(like.device)
+    def place(self, cache: Any = None) -> AbstractContextManager[Any]:
+        return torch.inference_mode()
 
-    def arange(self, like: Tensor, start: int, stop: int, step: int = 1) -> Tensor:
+    def on(self, like: Any, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
+
+    def index(self, like: Any, array: np.ndarray) -> Tensor:
+        return self.on(like, array.astype(np.int64, copy=False))
+
+    def host(self, array: Tensor) -> np.ndarray:
+        return to_numpy(array)
+
+    def native(self, like: Any, array: np.ndarray) -> Tensor:
+        if array.dtype == ml_dtypes.bfloat16:
+            return self.on(like, array.view(np.int16)).view(torch.bfloat16)
+        return self.on(like, array)
+
+    def new(self, cache: Any, shape: Sequence[int], dtype: str) -> Tensor:
+        return empty_pool(shape, getattr(torch, dtype), torch.device(cache.device)).zero_()
+
+    def full(self, like: Any, shape: Sequence[int], value: bool | int | float) -> Tensor:
+        dtype = FULL[type(value)]
+        return torch.full(tuple(shape), value, dtype=dtype, device=like.device)
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+    def copy(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def widest(self, x: Tensor) -> Tensor:
+        return x.double()
+
+    def gather_rows(self, array: Tensor, rows: Tensor) -> Tensor:
+        return array.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *array.shape[1:])
+
+    def take_along(self, x: Tensor, index: Tensor) -> Tensor:
+        return x.gather(-1, index.long())
+
+    def put_along(self, x: Tensor, index: Tensor, values: Tensor | bool) -> Tensor:
+        return x.scatter(-1, index.long(), values)
+
+    def running_count(self, mask: Tensor) -> Tensor:
+        return mask.cumsum(dim=-1)
+
+    def log_running(self, x: Tensor) -> Tensor:
+        return torch.logcumsumexp(x, dim=-1)
+
+    def best_first(self, keys: Tensor) -> Tensor:
+        return keys.sort(dim=-1, descending=True, stable=True).indices
+
+    def kth_largest(self, keys: Tensor, count: Tensor, most: int) -> Tensor:
+        falling = keys.topk(most, dim=-1).values
+        return falling.gather(-1, (count - 1).clamp(0, most - 1).long().expand(*keys.shape[:-1], 1))
+
+    def arange(self, like: Any, start: int, stop: int, step: int = 1) -> Tensor:
         return torch.arange(start, stop, step, dtype=torch.int32, device=like.device)
 
     def variance(self, x: Tensor, axis: int) -> Tensor:
         return x.var(dim=axis, correction=0)
 
-    def pad(self, x: Tensor, after: int, axis: int = -1) -> Tensor:
-        return torch.nn.functional.pad(x, (0, 0) * (-1 - axis) + (0, after)) if after else x
+    def pad(self, x: Tensor, after: int, axis: int = -1, value: float = 0) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 0) * (-1 - axis) + (0, after), value=value) if after else x
 
     def flip(self, x: Tensor) -> Tensor:
         return x.flip(-1)

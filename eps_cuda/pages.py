@@ -103,6 +103,13 @@ def first_rows(pool: Pool, units: Tensor) -> Tensor:
     return pool[:, :, 0].index_select(0, units)
 
 
+def in_order(pool: Pool, units: np.ndarray, length: int) -> Tensor:
+    """Return the first `length` rows [length, Hkv, D] of units in their order, a copy. Each head is contiguous in
+    memory."""
+    by_head = units_of(pool, units).transpose(0, 1)  # [Hkv, M, U, D]
+    return by_head.clone(memory_format=torch.contiguous_format).flatten(1, 2)[:, :length].transpose(0, 1)
+
+
 def arrays_of(pool: Pool) -> list[Tensor]:
     """Return the arrays that a pool consists of, each [P, ..]."""
     return [pool] if isinstance(pool, Tensor) else [pool.codes, pool.scale]

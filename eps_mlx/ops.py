@@ -1,13 +1,22 @@
 """MLX's array operations, by the names of `eps_core.backend.ops`."""
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import ml_dtypes
 import mlx.core as mx
 import numpy as np
 
 from eps_core.backend.ops import Ops
 from eps_core.backend.summaries.rq import levels_of, unpack_codes
+from eps_mlx import pages
+from eps_mlx.device import DTYPES, device_of
+from eps_mlx.kernels.choose import kernels_of
+
+FULL = {bool: mx.bool_, int: mx.int32, float: mx.float32}  # dtypes of `full`
+RUN_GROUPS = 32  # numbers that `log_running` adds in a row; changes rounding only
 
 
 def _reduced(reduce: Callable[..., mx.array]) -> Any:
@@ -39,26 +48,104 @@ class MlxOps(Ops):
     softplus = staticmethod(lambda x: mx.logaddexp(0.0, x))
     sqrt = staticmethod(mx.sqrt)
     stack = staticmethod(mx.stack)
+    tanh = staticmethod(mx.tanh)
     where = staticmethod(mx.where)
     zeros_like = staticmethod(mx.zeros_like)
     norms = staticmethod(lambda x: mx.sqrt((x * x).sum(axis=-1)))
+    sigmoid = staticmethod(mx.sigmoid)
+    softmax = staticmethod(lambda x: mx.softmax(x, axis=-1))
+    finfo = staticmethod(mx.finfo)
+    kernels_of = staticmethod(kernels_of)
+    dtypes, pages, gpu_family = DTYPES, pages, "metal"
     max, min = _reduced(mx.max), _reduced(mx.min)
     float32, float16, int8 = _cast(mx.float32), _cast(mx.float16), _cast(mx.int8)
     boolean, uint8, int32, int64 = _cast(mx.bool_), _cast(mx.uint8), _cast(mx.int32), _cast(mx.int64)
 
-    def on(self, like: mx.array, array: np.ndarray) -> mx.array:
+    def place(self, cache: Any = None) -> AbstractContextManager[Any]:
+        if cache is None:
+            return nullcontext()
+        stream: AbstractContextManager[Any] = mx.stream(device_of(cache.device))
+        return stream
+
+    def on(self, like: Any, array: np.ndarray) -> mx.array:
         return mx.array(array)
 
-    def arange(self, like: mx.array, start: int, stop: int, step: int = 1) -> mx.array:
+    def index(self, like: Any, array: np.ndarray) -> mx.array:
+        return mx.array(array.astype(np.int32, copy=False))
+
+    def host(self, array: mx.array) -> np.ndarray:
+        if array.dtype == mx.bfloat16:
+            return np.array(array.view(mx.uint16)).view(ml_dtypes.bfloat16)
+        return np.array(array)
+
+    def native(self, like: Any, array: np.ndarray) -> mx.array:
+        if array.dtype == ml_dtypes.bfloat16:
+            return mx.array(np.ascontiguousarray(array).view(np.uint16)).view(mx.bfloat16)
+        return mx.array(array)
+
+    def new(self, cache: Any, shape: Sequence[int], dtype: str) -> mx.array:
+        return mx.zeros(shape, getattr(mx, dtype))
+
+    def full(self, like: Any, shape: Sequence[int], value: bool | int | float) -> mx.array:
+        return mx.full(shape, value, FULL[type(value)])
+
+    def cast(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
+        return x.astype(dtype)
+
+    def copy(self, x: mx.array) -> mx.array:
+        return x  # no write changes an array that somebody holds
+
+    def widest(self, x: mx.array) -> mx.array:
+        return x
+
+    def gather_rows(self, array: mx.array, rows: mx.array) -> mx.array:
+        return mx.take(array, rows, axis=0)
+
+    def take_along(self, x: mx.array, index: mx.array) -> mx.array:
+        return mx.take_along_axis(x, index, axis=-1)
+
+    def put_along(self, x: mx.array, index: mx.array, values: mx.array | bool) -> mx.array:
+        return mx.put_along_axis(x, index, mx.array(values) if isinstance(values, bool) else values, axis=-1)
+
+    def running_count(self, mask: mx.array) -> mx.array:
+        return mx.cumsum(mask.astype(mx.int32), axis=-1)
+
+    def log_running(self, x: mx.array) -> mx.array:
+        """In runs: the library's scan of 64k values in a row is off by a hundred times the margin of bounds on a
+        CPU."""
+        lead, groups = x.shape[:-1], x.shape[-1]
+        if groups <= RUN_GROUPS:
+            return mx.logcumsumexp(x, axis=-1)
+        within = mx.logcumsumexp(self.pad(x, -groups % RUN_GROUPS).reshape(*lead, -1, RUN_GROUPS), axis=-1)
+        before = mx.concatenate([mx.full((*lead, 1), -math.inf), self.log_running(within[..., :-1, -1])], axis=-1)
+        return mx.logaddexp(within, before[..., None]).reshape(*lead, -1)[..., :groups]
+
+    def best_first(self, keys: mx.array) -> mx.array:
+        """A sort need not be stable: the second one is of whole numbers, (place among the different keys, index)."""
+        groups = keys.shape[-1]
+        falling = mx.argsort(-keys, axis=-1).astype(mx.int32)
+        values = mx.take_along_axis(keys, falling, axis=-1)
+        differs = (values[..., 1:] != values[..., :-1]).astype(mx.int64)
+        place = mx.pad(mx.cumsum(differs, axis=-1), [(0, 0)] * (keys.ndim - 1) + [(1, 0)])
+        return (mx.sort(place * groups + falling, axis=-1) % groups).astype(mx.int32)
+
+    def kth_largest(self, keys: mx.array, count: mx.array, most: int) -> mx.array:
+        groups = keys.shape[-1]
+        # the `most` largest as values, then in order: a full sort costs several times as much
+        rising = mx.sort(mx.partition(keys, groups - most, axis=-1)[..., groups - most :], axis=-1)
+        place = mx.broadcast_to(mx.clip(most - count, 0, most - 1), (*keys.shape[:-1], 1))
+        return mx.take_along_axis(rising, place, axis=-1)
+
+    def arange(self, like: Any, start: int, stop: int, step: int = 1) -> mx.array:
         return mx.arange(start, stop, step, dtype=mx.int32)
 
     def variance(self, x: mx.array, axis: int) -> mx.array:
         return x.var(axis=axis)
 
-    def pad(self, x: mx.array, after: int, axis: int = -1) -> mx.array:
+    def pad(self, x: mx.array, after: int, axis: int = -1, value: float = 0) -> mx.array:
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, after)
-        return mx.pad(x, widths) if after else x
+        return mx.pad(x, widths, constant_values=value) if after else x
 
     def flip(self, x: mx.array) -> mx.array:
         return x[..., ::-1]

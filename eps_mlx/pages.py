@@ -75,13 +75,6 @@ def units_of(pool: Pool, units: np.ndarray) -> mx.array:
     return mx.take(pool, mx.array(units.astype(np.int32)), axis=0)
 
 
-def copies_of(pool: Pool, units: np.ndarray) -> mx.array:
-    """`units_of`, never a slice: who keeps one keeps the pool's buffer, which the next write then copies whole."""
-    return (
-        units_of(pool, units) if isinstance(pool, CodePool) else mx.take(pool, mx.array(units.astype(np.int32)), axis=0)
-    )
-
-
 def tiles_of(pool: Pool, rows: mx.array, group_size: int) -> mx.array:
     """Tiles rows [..] of a pool, numbered as its memory lies ((unit * Hkv + head) * U / S + group in the unit):
     [.., S, D], a copy."""
@@ -91,6 +84,23 @@ def tiles_of(pool: Pool, rows: mx.array, group_size: int) -> mx.array:
     head_dim = pool.shape[-1]
     tiles = mx.take(pool.reshape(-1, group_size * head_dim), rows, axis=0)
     return tiles.reshape(*rows.shape, group_size, head_dim)
+
+
+def first_rows(pool: Pool, units: mx.array) -> mx.array:
+    """Return the rows [N, Hkv, D] of the first tokens of units [N], a copy."""
+    if isinstance(pool, CodePool):
+        codes, scale = (first_rows(one, units) for one in arrays_of(pool))
+        return dequantise(codes, scale, pool.bits, pool.dtype)
+    return mx.take(pool[:, :, 0], units, axis=0)
+
+
+def in_order(pool: Pool, units: np.ndarray, length: int) -> mx.array:
+    """Return the first `length` rows [length, Hkv, D] of units in their order, a copy: who keeps a slice keeps the
+    pool's buffer, which the next write then copies whole."""
+    index = mx.array(units.astype(np.int32))
+    held = mx.take(pool, index, axis=0) if isinstance(pool, mx.array) else units_of(pool, units)
+    rows = held.swapaxes(1, 2)
+    return mx.contiguous(rows.reshape(-1, *rows.shape[2:])[:length])
 
 
 def arrays_of(pool: Pool) -> list[mx.array]:

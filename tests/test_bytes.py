@@ -42,10 +42,8 @@ def counter(target, monkeypatch) -> Counter:
         import mlx.core as mx
 
         import eps_mlx.attention
-        import eps_mlx.error_bounds
+        import eps_mlx.ops
         import eps_mlx.pages
-        import eps_mlx.scoring
-        import eps_mlx.selection
 
         class Counting:
             def __init__(self, codes):
@@ -63,8 +61,7 @@ def counter(target, monkeypatch) -> Counter:
 
         monkeypatch.setattr(eps_mlx.attention, "mx", Counting(codes=False))
         monkeypatch.setattr(eps_mlx.pages, "mx", Counting(codes=False))
-        for module in (eps_mlx.scoring, eps_mlx.error_bounds, eps_mlx.selection):
-            monkeypatch.setattr(module, "mx", Counting(codes=True))
+        monkeypatch.setattr(eps_mlx.ops, "mx", Counting(codes=True))
     return count
 
 

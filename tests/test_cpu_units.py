@@ -10,6 +10,7 @@ from test_conformance import Case, check_scoring, check_selection, eps, scores_o
 from test_cpu_kernels import Setup, kernels_of
 
 from eps_core import reference
+from eps_core.backend.summaries.table import build_summary
 from eps_core.cpu import best, kernels, unit_queries, unit_vectors
 from eps_core.cpu import threads as threads_cpu
 from eps_core.kv_cache.step_plan import StepPlan
@@ -243,8 +244,8 @@ def test_seals_are_bit_equal(backend, config, head_dim):
     constants = {"signs": backend.from_numpy(rq_signs(0, head_dim), "float32", "cpu")}
     keys = backend.from_numpy(k, "float32", "cpu")
     got = kernels_of(backend).build_summary(cache_config, constants, keys)
-    table = importlib.import_module(f"{backend.__name__}.summaries.table")
-    wanted = table.build_summary(cache_config, constants, keys)
+    ops = importlib.import_module(f"{backend.__name__}.ops").OPS
+    wanted = build_summary(ops, cache_config, constants, keys)
     assert set(got) == set(wanted)
     for name, array in wanted.items():
         own, right = backend.to_numpy(got[name]), backend.to_numpy(array)

@@ -313,7 +313,7 @@ def test_an_exception_inside_eps_attends_densely_counts_and_is_told_once(
 def test_a_summary_that_fails_leaves_k_and_v_and_nothing_is_gated_from_then_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from eps_mlx import cache as eps_cache
+    from eps_core.backend import cache as eps_cache
 
     model = tiny("llama")
     (prompt,) = prompts(300)

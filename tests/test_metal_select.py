@@ -21,7 +21,7 @@ from eps_core.reference import selection as oracle_selection
 from eps_core.reference.selection import best_first
 from eps_core.summaries import base as oracle_base
 from eps_core.summaries import meanstd as oracle_meanstd
-from eps_mlx import selection as arrays
+from eps_mlx import arrays
 from eps_mlx.kernels import launch, score, score_meanstd, select
 
 SEED = 3

@@ -1,11 +1,10 @@
 """`--method off` is the rollback: no line of EPS runs, nothing of it is allocated, and no logit changes a bit."""
 
-import importlib
-
 import numpy as np
 import pytest
 
 from eps_core import reference
+from eps_core.backend import cache as arrays_cache
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
@@ -56,7 +55,7 @@ def poison(monkeypatch, backend) -> None:
     def refuse(*args, **kwargs):
         raise AssertionError("EPS ran although it is off")
 
-    cache = importlib.import_module(f"{backend.__name__}.cache")
+    cache = reference.cache if backend is reference else arrays_cache
     for module, names in ((backend, BACKEND_PARTS), (cache, CACHE_PARTS), (layers, ("sparse_attention",))):
         for name in names:
             monkeypatch.setattr(module, name, refuse)

@@ -26,11 +26,11 @@ from triton_aot import TARGETS, Job, compile_ahead
 from triton_interpreter import DEVICE
 
 import eps_cuda
+from eps_core.backend import attention
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_cuda import attention
 from eps_cuda.kernels import attend as attend_module
 from eps_cuda.kernels import rows as rows_module
 from eps_cuda.pages import Pool

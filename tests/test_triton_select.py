@@ -25,7 +25,7 @@ from eps_core.config.eps import EpsConfig  # noqa: E402
 from eps_core.reference import selection as oracle  # noqa: E402
 from eps_core.summaries import meanstd as oracle_summaries_meanstd  # noqa: E402
 from eps_core.summaries.base import LARGEST_ESTIMATE  # noqa: E402
-from eps_cuda import selection  # noqa: E402
+from eps_cuda import arrays  # noqa: E402
 from eps_cuda.kernels import score as score_kernels  # noqa: E402
 from eps_cuda.kernels import select as select_kernels  # noqa: E402
 
@@ -119,7 +119,7 @@ def check_topk(kernels: Kernels, case: tuple, row_groups: int | None = None) -> 
         num_sink_tokens=first, num_recent_tokens=last, min_context=least, width=max(int(wanted.max()), 1), **options,
     )  # fmt: skip
     scores = Scores(put(estimate), None, None, num_missing)
-    expected = selection.select(scores, plan)
+    expected = arrays.select(scores, plan)
     assert torch.equal(counts, expected.counts)
     assert torch.equal(listed, expected.groups)
     found = lists(listed, counts)

@@ -76,20 +76,21 @@ def _name_fallback(family: str, operation: str, reason: str) -> None:
 
 
 def kernel_first(
-    table_of: Callable[[str], KernelTable], entry: Callable[[KernelTable], Kernel | None]
+    entry: Callable[[KernelTable], Kernel | None],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for functions over arrays whose first argument, a cache or scores, names its `kernels`: the
-    entry of their table comes first where it supports the arguments."""
+    """Return a decorator for functions over arrays whose first argument is the library's `Ops` and whose second, a
+    cache or scores, names its `kernels`: the entry of their table comes first where it supports the arguments."""
 
     def decorate(arrays: Callable[P, R]) -> Callable[P, R]:
         operation = arrays.__name__.lstrip("_")
 
         @wraps(arrays)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            cache: Any = args[0]
-            table = table_of(cache.kernels)
-            kernel = table.serving(entry(table), operation, *args, **kwargs)
-            return arrays(*args, **kwargs) if kernel is None else kernel.run(*args, **kwargs)
+            ops: Any = args[0]
+            cache: Any = args[1]
+            table: KernelTable = ops.kernels_of(cache.kernels)
+            kernel = table.serving(entry(table), operation, *args[1:], **kwargs)
+            return arrays(*args, **kwargs) if kernel is None else kernel.run(*args[1:], **kwargs)
 
         return call
 

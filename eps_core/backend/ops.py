@@ -6,9 +6,12 @@ alike is used as it is: operators, `reshape`, `swapaxes`, `flatten`, and `sum`, 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
+from eps_core.attention.kernels import KernelTable
 from eps_core.attention.protocol import Array
 
 Summary = dict[str, Array]
@@ -38,6 +41,7 @@ class Ops:
     softplus: Callable[[Array], Array]
     sqrt: Callable[..., Array]
     stack: Callable[..., Array]
+    tanh: Callable[..., Array]
     where: Callable[..., Array]
     zeros_like: Callable[..., Array]
     norms: Callable[[Array], Array]  # [.., D] -> [..], L2
@@ -50,12 +54,82 @@ class Ops:
     uint8: Callable[[Array], Array]
     int32: Callable[[Array], Array]
     int64: Callable[[Array], Array]
+    sigmoid: Callable[[Array], Array]
+    softmax: Callable[[Array], Array]
+    finfo: Callable[..., Any]
+    kernels_of: Callable[[str], KernelTable]
+    dtypes: dict[str, Any]  # by the names of `CacheSpec.dtype`
+    pages: Any  # the backend's module of K's and V's layout
+    gpu_family: str  # the GPU kernels, which read a cache's `valid`
 
-    def on(self, like: Array, array: np.ndarray) -> Array:
-        """Return a host array where `like` is."""
+    def place(self, cache: Any = None) -> AbstractContextManager[Any]:
+        """Return the context in which the arrays of a cache are computed, or those at hand where there is none."""
         raise NotImplementedError
 
-    def arange(self, like: Array, start: int, stop: int, step: int = 1) -> Array:
+    def on(self, like: Any, array: np.ndarray) -> Array:
+        """Return a host array where `like`, an array or a cache, is."""
+        raise NotImplementedError
+
+    def index(self, like: Any, array: np.ndarray) -> Array:
+        """Return host integers where `like` is, in the dtype that indices have."""
+        raise NotImplementedError
+
+    def host(self, array: Array) -> np.ndarray:
+        """Return an array on the host, in its own dtype: bfloat16 as ml_dtypes has it."""
+        raise NotImplementedError
+
+    def native(self, like: Any, array: np.ndarray) -> Array:
+        """Return a host array where `like` is, in its own dtype: the inverse of `host`."""
+        raise NotImplementedError
+
+    def new(self, cache: Any, shape: Sequence[int], dtype: str) -> Array:
+        """Return zeros that a cache keeps."""
+        raise NotImplementedError
+
+    def full(self, like: Any, shape: Sequence[int], value: bool | int | float) -> Array:
+        """Return bool, int32 or float32 numbers, as `value` is, where `like` is."""
+        raise NotImplementedError
+
+    def cast(self, x: Array, dtype: Any) -> Array:
+        raise NotImplementedError
+
+    def copy(self, x: Array) -> Array:
+        """Return an array that no later write to x changes."""
+        raise NotImplementedError
+
+    def widest(self, x: Array) -> Array:
+        """Return x in float64, where the library computes with it as fast as with float32."""
+        raise NotImplementedError
+
+    def gather_rows(self, array: Array, rows: Array) -> Array:
+        """Return rows [..] of an array [N, ..]: [.., ..]."""
+        raise NotImplementedError
+
+    def take_along(self, x: Array, index: Array) -> Array:
+        """Return x at indices of its last axis."""
+        raise NotImplementedError
+
+    def put_along(self, x: Array, index: Array, values: Array) -> Array:
+        """Return x with values at indices of its last axis."""
+        raise NotImplementedError
+
+    def running_count(self, mask: Array) -> Array:
+        """Return how many are True up to each entry."""
+        raise NotImplementedError
+
+    def log_running(self, x: Array) -> Array:
+        """Return log sum exp up to each entry."""
+        raise NotImplementedError
+
+    def best_first(self, keys: Array) -> Array:
+        """Return indices in falling order of keys, the lower first among equals."""
+        raise NotImplementedError
+
+    def kth_largest(self, keys: Array, count: Array, most: int) -> Array:
+        """Return the `count`-th [.., 1] largest of keys, where 1 <= `count` <= `most`."""
+        raise NotImplementedError
+
+    def arange(self, like: Any, start: int, stop: int, step: int = 1) -> Array:
         """Return int32 numbers where `like` is."""
         raise NotImplementedError
 
@@ -63,8 +137,8 @@ class Ops:
         """Return the population variance."""
         raise NotImplementedError
 
-    def pad(self, x: Array, after: int, axis: int = -1) -> Array:
-        """Return x with `after` zeros behind it."""
+    def pad(self, x: Array, after: int, axis: int = -1, value: float = 0) -> Array:
+        """Return x with `after` times `value` behind it."""
         raise NotImplementedError
 
     def flip(self, x: Array) -> Array:

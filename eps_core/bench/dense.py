@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.attention.protocol import Array
 from eps_core.bench.data import Layer
 from eps_core.bench.proof import DENSE_TOLERANCE, GateError, dense_error
 from eps_core.config.bytes import kv_bytes
@@ -21,6 +22,7 @@ class Variant:
     call: Callable[[], Any]
     kind: str  # dense or eps
     bytes: int | None  # that one call moves, by the definitions of the record
+    right: tuple[Array, Array] | None = None  # out and lse that every call must give, where it is a sparse step or part
     samples_ms: list[float] = field(default_factory=list)
 
     def statistics(self, roof_gbps: float) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class Bench:
             for n, variant in checked.variants.items()
             if variant.kind == "dense" or n in ("step", "step" + GRAPH)
         }
-        self._measure(variants)
+        self._measure(layer, variants)
         self.progress(2, 2, "")
         ms = {name: float(np.median(variant.samples_ms)) for name, variant in variants.items()}
         best = min((name for name, variant in variants.items() if variant.kind == "dense"), key=ms.__getitem__)
@@ -231,13 +231,13 @@ class Bench:
         self._add_graphs(layer, config, step, moved, variants, failed)
         for name in ("step", "step_with_write"):
             _, result = self.timed(variants[name].call)
-            require_same(layer, result[0], step.merged, f"its own parts, as {name}")
+            require_same(layer, result[:2], step.merged, f"its own parts, as {name}")
         return _Checked(config, gate, values, moved, variants, failed)
 
     def _cell(self, layer: Layer, dense: "DenseVariants", kind: str, share: float, roof: float) -> dict[str, Any]:
         shape, checked = layer.shape, self._checked(layer, dense, kind, share)
         config, moved, variants = checked.config, checked.moved, checked.variants
-        rounds, warm_rounds = self._measure(variants)
+        rounds, warm_rounds = self._measure(layer, variants)
         stats = {name: variant.statistics(roof) for name, variant in variants.items()}
         best = min((name for name in stats if stats[name]["kind"] == "dense"), key=lambda name: stats[name]["ms"])
         graphed = stats.get("step" + GRAPH)
@@ -301,8 +301,9 @@ class Bench:
                 require_same(layer, self.timed(graph)[1], right[name], f"its own parts, as the graph of {name}")
             variants[name + GRAPH] = Variant(graph, "eps", moved[name])
 
-    def _measure(self, variants: dict[str, Variant]) -> tuple[int, int]:
-        """Return (rounds, rounds before them that only warmed up)."""
+    def _measure(self, layer: Layer, variants: dict[str, Variant]) -> tuple[int, int]:
+        """Return (rounds, rounds before them that only warmed up). Raises GateError where a variant, called once
+        more after them, gives something else than it must: what became dense or wrong on the way has no time."""
         request, names = self.request, list(variants)
         for variant in variants.values():
             variant.samples_ms = []
@@ -318,6 +319,10 @@ class Bench:
             rounds += 1
             if request.seconds is not None and rounds >= MIN_ROUNDS and time.monotonic() - start >= request.seconds:
                 break
+        for name, variant in variants.items():
+            if variant.right is not None:
+                _, (out, lse, *_) = self.timed(variant.call)
+                require_same(layer, (out, lse), variant.right, f"its first result, after the last timed call of {name}")
         return rounds, warm
 
     def _round(self, variants: Sequence[Variant], keep: bool) -> None:
@@ -347,7 +352,7 @@ def _eps_variants(layer: Layer, config: EpsConfig, first: Step, moved: dict[str,
 
     def step() -> Any:
         out, one = sparse_attention(backend, layer.cache, 0, layer.q, plan)
-        return (out, one.lse), *one.pending.values()
+        return out, one.lse, *one.pending.values()
 
     def step_with_write() -> Any:
         cache = layer.write()
@@ -356,10 +361,10 @@ def _eps_variants(layer: Layer, config: EpsConfig, first: Step, moved: dict[str,
     variants = {
         "score": Variant(score, "eps", moved["score"]),
         "select": Variant(select, "eps", moved["select"]),
-        "attend": Variant(attend, "eps", moved["attend"]),
+        "attend": Variant(attend, "eps", moved["attend"], first.read),
         "write": Variant(layer.write, "eps", moved["write"]),
-        "step": Variant(step, "eps", moved["step"]),
-        "step_with_write": Variant(step_with_write, "eps", moved["step"] + moved["write"]),
+        "step": Variant(step, "eps", moved["step"], first.merged),
+        "step_with_write": Variant(step_with_write, "eps", moved["step"] + moved["write"], first.merged),
     }
     return variants | (
         {"correction": Variant(correction, "eps", moved["correction"])} if config.cache_config.correction_tokens else {}

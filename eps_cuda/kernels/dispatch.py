@@ -14,7 +14,7 @@ from eps_core.config.selection import SelectionConfig
 from eps_core.kv_cache.groups import WritePlan
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import part_dims
-from eps_cuda.anchors import anchors
+from eps_cuda.arrays import anchors, selection_mask
 from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
 from eps_cuda.kernels import correction as correction_kernels
@@ -25,7 +25,6 @@ from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels.select import Depth
 from eps_cuda.kernels.write import CorrectionPools, UnitPools, write_tokens
 from eps_cuda.ops import OPS
-from eps_cuda.selection import selection_mask
 
 
 class TritonKernels(GpuKernels):
@@ -75,7 +74,7 @@ def estimates(
     query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
     return unit_kernels.score_units(
         query, summary, cache.valid[layer], table, lengths, depth,
-        anchors(cache, layer, q, table[:, :1], selection_config),
+        anchors(cache, layer, q, table[:, 0], selection_config),
         group_size=cache_config.S, mean_bits=cache_config.mean_bits, dims=part_dims(cache_config, cache.spec.head_dim),
     )  # fmt: skip
 

@@ -1,16 +1,12 @@
 """Which code computes a cache's functions: array operations, or kernels. Both give the same values and visit lists."""
 
 import importlib
-from collections.abc import Callable
 from functools import cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from eps_core.attention.kernels import Kernel, KernelTable, kernel_first
+from eps_core.attention.kernels import Kernel, KernelTable
 from eps_core.cpu.usable import why_not
 from eps_mlx.kernels import launch
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def usable_kernels(device: str) -> list[str]:
@@ -42,8 +38,3 @@ def kernel_of(cache: Any, name: str) -> Kernel | None:
     Called, it returns None for what it does not support."""
     found: Kernel | None = getattr(kernels_of(cache.kernels), name)
     return found
-
-
-def routed(entry: Callable[[KernelTable], Kernel | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """See `attention.kernels.kernel_first`."""
-    return kernel_first(kernels_of, entry)

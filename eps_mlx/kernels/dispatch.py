@@ -9,7 +9,7 @@ import numpy as np
 
 from eps_core.backend.gpu import GpuKernels
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_mlx.anchors import anchors
+from eps_mlx.arrays import anchors, selection_mask
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
 from eps_mlx.kernels import correction as correction_kernels
@@ -19,7 +19,6 @@ from eps_mlx.kernels.score_meanstd import score_meanstd
 from eps_mlx.kernels.turn_units import turn_units
 from eps_mlx.kernels.units import read_on, score_units
 from eps_mlx.ops import OPS
-from eps_mlx.selection import selection_mask
 
 
 class MetalKernels(GpuKernels):
@@ -44,7 +43,7 @@ class MetalKernels(GpuKernels):
     ) -> mx.array:
         cache_config, summary = cache.cache_config, cache.summaries[layer]
         query = turn_units(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
-        anchor = anchors(cache, layer, q, plan.table[:, :1], plan.config.selection_config)
+        anchor = anchors(cache, layer, q, OPS.index(q, plan.table[:, 0]), plan.config.selection_config)
         estimate, base = score_units(
             query, summary, cache.valid[layer], table, lengths, anchor, group_size=cache_config.S,
             mean_bits=cache_config.mean_bits, sums=plan.sums_after(0, cache.spec.head_dim),

@@ -268,7 +268,7 @@ def score_units(
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
     """(estimates [B, Hkv, G] float32 of log masses by the first part of the codes, max over the R query heads; what the
     means say of them [B, Hkv, spans, R] float32, for `read_on`). With `anchors` [B, Hkv, R] float32 of each query head
-    (`eps_mlx.anchors`), what the means say is less the anchor; where it `sums`, the log of the sum of masses takes the
+    (`scoring.anchors`), what the means say is less the anchor; where it `sums`, the log of the sum of masses takes the
     place of the max.
     `summary`: a layer's pools by name, fields as in `eps_core.summaries.rq`, [P, Hkv, spans of a unit, ..]; valid
     [P * spans of a unit] uint8 (0: no valid summary), table [B, M] int32, lengths [B] int32."""

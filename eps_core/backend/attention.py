@@ -1,0 +1,173 @@
+"""Attention beside the reading of selected groups: rows of a verify pass, exact merges, the skipped-mass correction."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from eps_core.attention.kernels import kernel_first
+from eps_core.attention.protocol import Array, RowsRead, Scores, Selection
+from eps_core.backend.cache import read_kv
+from eps_core.backend.ops import Ops
+from eps_core.backend.selection import selection_mask
+from eps_core.kv_cache.counts import check_query
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
+
+State = tuple[Array, Array]  # out and lse
+
+
+def softmax_sums(ops: Ops, logits: Array) -> tuple[Array, Array, Array]:
+    """(weights, their sum [.., 1], lse [..]) over the last axis, in which one logit at least is finite."""
+    largest = ops.max(logits, keepdims=True)
+    weights = ops.exp(logits - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights, total, (largest + ops.log(total))[..., 0]
+
+
+def attend_rows(ops: Ops, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None) -> RowsRead:
+    """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`.
+    `selected_mask` [T, Hkv, G] bool; the groups are the cache's. K and V are read once for all rows of a sequence. What
+    a row does not see does not reach it, NaN included."""
+    check_query(cache.spec, q.shape)
+    return _attend_rows(ops, cache, layer, q, rows, selected_mask)
+
+
+@kernel_first(lambda kernels: kernels.attend_rows)
+def _attend_rows(
+    ops: Ops, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None
+) -> RowsRead:
+    with ops.place(cache):
+        sequences = range(len(rows.lengths))
+        parts = [_rows_of(ops, cache, layer, q, rows, selected_mask, sequence) for sequence in sequences]
+        out, lse, selected = zip(*parts, strict=True)
+        return RowsRead(
+            ops.cast(ops.concatenate(out, axis=0), q.dtype),
+            ops.concatenate(lse, axis=0),
+            None if selected_mask is None else ops.concatenate(selected, axis=0),
+        )
+
+
+def _rows_of(
+    ops: Ops, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None, sequence: int
+) -> tuple[Array, Array, Array | None]:
+    """The fields of `RowsRead` for the N rows of one sequence."""
+    kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.cache_config.S
+    length, own = int(rows.lengths[sequence]), slice(int(rows.starts[sequence]), int(rows.starts[sequence + 1]))
+    k, v = (ops.float32(x).swapaxes(0, 1) for x in read_kv(ops, cache, layer, rows.table[sequence], length))
+    a = ops.float32(q[own]).reshape(int(rows.num_rows[sequence]), kv_heads, -1, head_dim)
+    a = a.swapaxes(0, 1) / math.sqrt(head_dim)  # [Hkv, N, R, D]
+    hidden = ops.arange(q, 0, length) >= ops.index(q, rows.seen[own])[:, None]  # [N, T]
+    logits = (a.reshape(kv_heads, -1, head_dim) @ k.swapaxes(1, 2)).reshape(*a.shape[:3], length)
+    logits = ops.where(hidden[:, None], -math.inf, logits)
+    weights, total, lse = softmax_sums(ops, logits)
+    finite = ops.isfinite(v)
+    out = weights.reshape(kv_heads, -1, length) @ ops.where(finite, v, 0.0)
+    broken = ~finite.all(axis=2)  # [Hkv, T]
+    reached = (broken[:, None] & ~hidden).any(axis=2)[..., None, None]
+    out = ops.where(reached, math.nan, out.reshape(a.shape) / total)
+    selected = None
+    if selected_mask is not None:
+        num_groups = rows.table.shape[1] * cache.cache_config.groups_per_unit
+        padded = ops.pad(logits, num_groups * size - length, value=-math.inf)
+        mass = ops.logsumexp(padded.reshape(*a.shape[:3], num_groups, size), axis=4)  # [Hkv, N, R, G]
+        listed = ops.boolean(selected_mask[own]).swapaxes(0, 1)[:, :, None]
+        selected = ops.logsumexp(ops.where(listed, mass, -math.inf), axis=3)
+        selected = selected.swapaxes(0, 1).reshape(-1, q.shape[1])
+    return out.swapaxes(0, 1).reshape(-1, q.shape[1], head_dim), lse.swapaxes(0, 1).reshape(-1, q.shape[1]), selected
+
+
+def merge(ops: Ops, first: State, second: State) -> State:
+    """Exact merge of attention over two disjoint sets of keys: out [.., D] with lse [..] (-inf: no keys, weight 0).
+    Runs where the states are, on MLX's default device."""
+    (out1, lse1), (out2, lse2) = first, second
+    with ops.place():
+        largest = ops.maximum(lse1, lse2)
+        base = ops.where(largest > -math.inf, largest, 0)
+        weight1, weight2 = ops.exp(lse1 - base), ops.exp(lse2 - base)
+        total = weight1 + weight2
+        divisor = ops.where(total > 0, total, 1)
+        out = out1 * (weight1 / divisor)[..., None] + out2 * (weight2 / divisor)[..., None]
+        return ops.cast(out, out1.dtype), base + ops.log(total)
+
+
+@kernel_first(lambda kernels: kernels.attend_correction)
+def attend_correction(
+    ops: Ops, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
+) -> State:
+    """(out [B, Hq, D] float32, lse [B, Hq]): an estimate of attention over the groups that `selection` left out, to be
+    merged with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the
+    mean value of the correction group around it. Estimates that were too high for what was read are lowered as much for
+    what was not; where the correction group is not full, or has no estimate, it adds nothing. An estimate, no bound."""
+    inner, spec = cache.correction, cache.spec
+    batch, kv_heads, groups = scores.estimate.shape
+    missing = plan.missing(inner.state[layer])
+    usable = ~missing & (np.arange(missing.shape[1]) < -(-plan.lengths // inner.cache_config.S)[:, None])
+    with ops.place(cache):
+        lse = lse.reshape(batch, kv_heads, -1)
+        known, selected_mask = ops.isfinite(scores.estimate), selection_mask(ops, selection, groups)
+        seen = ops.logsumexp(ops.where(known & selected_mask, scores.estimate, -math.inf), axis=-1)[..., None]
+        skipped = ops.where(known & ~selected_mask, scores.estimate, -math.inf)
+        # whole pool units are listed, so groups fill their correction groups
+        mass = ops.logsumexp(skipped.reshape(batch, kv_heads, missing.shape[1], -1), axis=-1)
+        mass = ops.where(ops.on(lse, usable)[:, None], mass, -math.inf)
+        total = ops.logsumexp(mass, axis=-1)[..., None]
+        weights = ops.exp(mass - ops.where(total > -math.inf, total, 0))
+        rows = ops.index(lse, np.maximum(plan.table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None])
+        codes, scale = (
+            ops.float32(ops.gather_rows(inner.summaries[layer][name].reshape(spec.num_units * kv_heads, -1), rows))
+            for name in ("mean", "mean_scale")
+        )
+        means = codes.reshape(batch, kv_heads, -1, spec.head_dim) * scale.reshape(batch, kv_heads, -1, 1)
+        correction = total - ops.clip(seen - lse, 0, None)
+        out = ops.broadcast_to(weights[..., None, :] @ means, (*lse.shape, spec.head_dim))
+        return out.reshape(batch, -1, spec.head_dim), correction.reshape(batch, -1)
+
+
+@kernel_first(lambda kernels: kernels.add_correction)
+def add_correction(
+    ops: Ops, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, state: State
+) -> State:
+    """Return `state`, of what was read, merged with `attend_correction`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
+    return merge(ops, state, attend_correction(ops, cache, layer, plan, scores, selection, state[1]))
+
+
+def attend_own(ops: Ops, cache: Any, q: Array, k: Array, v: Array) -> State:
+    """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32) of each token over itself alone: q [B, Hq, D], k, v
+    [B, Hkv, D] as the cache would hold them."""
+    dtype, heads_each = ops.dtypes[cache.spec.dtype], q.shape[1] // k.shape[1]
+    with ops.place(cache):
+        held = (ops.pages.held(pool[0], ops.cast(x, dtype)) for pool, x in ((cache.k, k), (cache.v, v)))
+        key, value = (
+            ops.broadcast_to(ops.float32(x)[:, :, None], (*x.shape[:2], heads_each, x.shape[2])).reshape(q.shape)
+            for x in held
+        )
+        return ops.cast(value, q.dtype), (ops.float32(q) * key).sum(axis=-1) / math.sqrt(q.shape[-1])
+
+
+def weights(ops: Ops, cache: Any, q: Array, k: Array, seen: np.ndarray) -> Array:
+    """[Hkv, R, N, T] float32: softmax weights of queries q [N, Hq, D], unscaled, over keys k [T, Hkv, D], of which each
+    sees those of `seen` [N, T] bool (host), at least one; 0 for the others."""
+    with ops.place(cache):
+        heads = ops.float32(q).reshape(len(q), k.shape[1], -1, q.shape[-1]) / math.sqrt(q.shape[-1])
+        keys = ops.float32(k).swapaxes(0, 1).swapaxes(1, 2)[:, None]  # [Hkv, 1, D, T]
+        logits = heads.swapaxes(0, 1).swapaxes(1, 2) @ keys
+        return ops.softmax(ops.where(ops.on(q, np.ascontiguousarray(seen)), logits, -math.inf))
+
+
+def unread_share(ops: Ops, lse: Array, lse_all: Array, kv_heads: int) -> Array:
+    """[B, Hkv]: the largest share of a query head's softmax that was left out, lse [B, Hq] of what was read, lse_all of
+    everything. Runs where these are, on MLX's default device."""
+    with ops.place():
+        # two float32 sums differ by rounding even where everything was read
+        rounding = 2.0**-20 * (ops.abs(lse) + ops.abs(lse_all))
+        unread = ops.where(lse_all - lse > rounding, -ops.expm1(lse - lse_all), 0.0)
+        return ops.max(unread.reshape(len(lse), kv_heads, -1))
+
+
+def moved_by(ops: Ops, out: Array, whole: Array, kv_heads: int) -> Array:
+    """[B, Hkv]: at least the largest L2 distance, over the query heads, between two outputs [B, Hq, D]. Runs where
+    these are, on MLX's default device."""
+    with ops.place():
+        moved = ops.norms(ops.float32(whole) - ops.float32(out)).reshape(len(out), kv_heads, -1)
+        return ops.max(moved) * (1 + 2.0**-16)

@@ -1,0 +1,110 @@
+"""The model families of `models.registry` over arrays of either library: the arithmetic of `decode.forward`."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from eps_core.attention.protocol import Array
+from eps_core.backend.ops import Ops
+from eps_core.decode.draft_weights import HEAD, quantised_layers
+from eps_core.models.rope import attention_factor, cos_sin, inverse_frequencies
+from eps_core.models.spec import ModelSpec
+
+
+class ArrayModel:
+    """See `decode.forward.Arithmetic`. Weights and activations are in `dtype`; norms, rotation, attention logits and
+    the returned logits are float32. The cache's dtype may differ. A backend fills in `ops`, `activations`, `scope`,
+    `embed`, `whole_step`, and what raises NotImplementedError here."""
+
+    ops: ClassVar[Ops]
+    activations: ClassVar[Mapping[str, Callable[[Any], Any]]]
+
+    def __init__(self, spec: ModelSpec, weights: dict[str, Array], dtype: str, device: str, embed_scale: Array) -> None:
+        self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
+        self.packed: dict[str, Any] = {}  # layers with 4-bit weights
+        self.ropes = [(inverse_frequencies(rope), attention_factor(rope)) for rope in spec.ropes]
+        self.embed_scale = embed_scale
+
+    def norm(self, name: str, x: Array) -> Array:
+        """Return the RMS norm of x [.., D]."""
+        raise NotImplementedError
+
+    def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        raise NotImplementedError
+
+    def pack(self, weight: Array, group_size: int) -> Any:
+        """Return 4-bit weights that are called with (x, bias)."""
+        raise NotImplementedError
+
+    @property
+    def weight_bytes(self) -> int:
+        read = {
+            name: weight.nbytes for name, weight in self.weights.items() if name != "embed" or self._head == "embed"
+        }
+        return sum(read.values()) + sum(packed.nbytes for packed in self.packed.values())
+
+    def quantised(self) -> Self:
+        if self.packed:
+            return self
+        drafts = copy.copy(self)
+        drafts.weights, drafts.packed = dict(self.weights), {}
+        for name, group_size in quantised_layers(self.spec).items():
+            drafts.packed[name] = self.pack(drafts.weights.pop(name, self.weights["embed"]), group_size)
+        return drafts
+
+    def angles(self, positions: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`, of each of
+        `ModelSpec.ropes`."""
+        return [cos_sin(frequencies, positions, factor) for frequencies, factor in self.ropes]
+
+    def rotation(self, positions: np.ndarray) -> list[tuple[Array, Array]]:
+        return [(self.ops.on(self, cos), self.ops.on(self, sin)) for cos, sin in self.angles(positions)]
+
+    def project(self, layer: int, x: Array, turn: list[tuple[Array, Array]]) -> tuple[Array, Array, Array]:
+        spec, prefix = self.spec, f"layers.{layer}."
+        h = self.norm(prefix + "input_norm", x)
+        q = self._linear(prefix + "q", h).reshape(len(x), spec.num_heads, spec.head_dim)
+        k = self._linear(prefix + "k", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
+        v = self._linear(prefix + "v", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
+        if spec.qk_norm:
+            q, k = self.norm(prefix + "q_norm", q), self.norm(prefix + "k_norm", k)
+        own = turn[spec.rope_of_layer[layer]]
+        return rotate(self.ops, q, *own), rotate(self.ops, k, *own), v
+
+    def add_attention(self, layer: int, x: Array, out: Array) -> Array:
+        y = self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
+        return x + self._output_norm(f"layers.{layer}.attention_norm", y)
+
+    def feed_forward(self, layer: int, x: Array) -> Array:
+        prefix = f"layers.{layer}."
+        h = self.norm(prefix + "post_norm", x)
+        gate = self.activations[self.spec.activation](self._linear(prefix + "gate", h))
+        y = self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
+        return x + self._output_norm(prefix + "feed_forward_norm", y)
+
+    def logits(self, x: Array) -> Array:
+        y, cap = self.ops.float32(self._linear(self._head, self.norm("norm", x))), self.spec.logit_cap
+        return y if cap is None else cap * self.ops.tanh(y / cap)
+
+    @property
+    def _head(self) -> str:
+        return HEAD if HEAD in self.weights or HEAD in self.packed else "embed"
+
+    def _linear(self, name: str, x: Array) -> Array:
+        bias = self.weights.get(f"{name}_bias")
+        if name in self.packed:
+            return self.packed[name](x, bias)
+        return self.linear(x, self.weights[name], bias)
+
+    def _output_norm(self, name: str, y: Array) -> Array:
+        return self.norm(name, y) if self.spec.output_norms else y
+
+
+def rotate(ops: Ops, x: Array, cos: Array, sin: Array) -> Array:
+    """RoPE in Hugging Face's half-rotation form, in float32: x [N, H, D], cos, sin [N, 1, D/2]. Dimensions i and
+    i + D/2 are a pair."""
+    wide, half = ops.float32(x), x.shape[-1] // 2
+    first, second = wide[..., :half], wide[..., half:]
+    return ops.cast(ops.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)

@@ -1,0 +1,34 @@
+"""The functions of `eps_core.backend`, over MLX arrays."""
+
+from functools import partial
+
+from eps_core.backend import attention, cache, error_bounds, moves, scoring, selection
+from eps_mlx.ops import OPS
+
+add_correction = partial(attention.add_correction, OPS)
+attend_correction = partial(attention.attend_correction, OPS)
+attend_own = partial(attention.attend_own, OPS)
+attend_rows = partial(attention.attend_rows, OPS)
+merge = partial(attention.merge, OPS)
+moved_by = partial(attention.moved_by, OPS)
+unread_share = partial(attention.unread_share, OPS)
+weights = partial(attention.weights, OPS)
+check_finite = partial(cache.check_finite, OPS)
+mark_valid = partial(cache.mark_valid, OPS)
+read_kv = partial(cache.read_kv, OPS)
+write_kv = partial(cache.write_kv, OPS)
+write_kv_tentative = partial(cache.write_kv_tentative, OPS)
+bound_error = partial(error_bounds.bound_error, OPS)
+bounds = partial(error_bounds.bounds, OPS)
+extend_selection = partial(error_bounds.extend_selection, OPS)
+copy_units = partial(moves.copy_units, OPS)
+export_units = partial(moves.export_units, OPS)
+move_kv = partial(moves.move_kv, OPS)
+take = partial(moves.take, OPS)
+visits = partial(moves.visits, OPS)
+anchors = partial(scoring.anchors, OPS)
+score = partial(scoring.score, OPS)
+select = partial(selection.select, OPS)
+selection_mask = partial(selection.selection_mask, OPS)
+skipped_mass = partial(selection.skipped_mass, OPS)
+write_rows = partial(cache.write_rows, OPS)
