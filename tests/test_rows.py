@@ -1,7 +1,6 @@
 """Dense attention of several rows of several sequences in one pass, and writes that may be taken back: every backend
 and kernel against the float64 oracle, which goes row by row."""
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from kernel_scenes import Case, Filled, check_state, query, slack
 
 from eps_core import reference
+from eps_core.backend import attention
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.kv_cache.rows import Rows
@@ -130,7 +130,7 @@ def test_no_array_operation_reads_what_kernels_read(target, bits, monkeypatch) -
     def refuse(*args: Any) -> None:
         raise AssertionError("K and V are read by array operations")
 
-    monkeypatch.setattr(importlib.import_module(f"{backend.__name__}.attention"), "read_kv", refuse)
+    monkeypatch.setattr(attention, "read_kv", refuse)
     rows, q = one.rows(), backend.from_numpy(query(one.case, one.rng), "float32", device)
     backend.attend_rows(one.cache, 0, q, rows)
     assert {key[0] for key in rows._made} == {"device", "starts"}, "copied once a pass"
