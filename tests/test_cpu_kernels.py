@@ -122,8 +122,9 @@ def test_kernels_follow_oracle_and_arrays(backend, case):
     s, kernels = Setup(backend, case), kernels_of(backend)
     plan = StepPlan.of(case.config, s.table, s.lengths)
     at = (0, s.native, plan)
-    scores, plain = kernels.score(s.cache, *at), backend.score(s.arrays, *at)
-    assert scores is not None and scores.kernels == "numba" and plain.kernels == "arrays"
+    scores, plain = backend.score(s.cache, *at), backend.score(s.arrays, *at)  # of meanstd arrays both
+    assert scores.kernels == "numba" and plain.kernels == "arrays"
+    assert (kernels.table().score(s.cache, *at) is not None) == (case.config.cache_config.method == "rq")
     check_scores(backend, case, scores, reference.score(s.reference, 0, s.q, plan), s.q, s.keys, s.table,
                  s.lengths)  # fmt: skip
     check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
@@ -310,7 +311,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         used = taken > 0
         last = used.sum()
         assert last > 0 and not done[~used].any(), kernel.__name__
-        assert used[:last].all() or kernel.__name__.startswith("fused_"), kernel.__name__  # of more than one kernel
+        assert used[:last].all() or kernel.__name__ == "score_and_read", kernel.__name__  # of more than one kernel
         assert (done[used] > 0).all() and (done[used] == taken[used] - 1).all(), kernel.__name__
         kernels.add(kernel.__name__)
 
@@ -319,7 +320,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
     for config, whole_rows in (
         (EpsConfig.of(method="rq").with_correction(), False), (EpsConfig.of(method="rq"), False),
         (EpsConfig.of(method="rq", mean_tokens=64), True),
-        (EpsConfig.of(method="rq", mean_tokens=64, rescore=0), False), (EpsConfig.of(method="meanstd"), False),
+        (EpsConfig.of(method="rq", mean_tokens=64, rescore=0), False),
     ):  # fmt: skip
         monkeypatch.setattr(calls, "ROWS_PER_THREAD", 0 if whole_rows else 3)
         cache = backend.new_cache(
@@ -337,8 +338,8 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         backend.skipped_mass(scores, selection)
         if config.cache_config.correction_tokens:
             backend.add_correction(cache, 0, StepPlan.of(config, table, lengths), scores, selection, state)
-    parts = {"score_units", "score_codes", "select_topk", "attend", "attend_correction", "skipped_mass"}
-    assert kernels == parts | {"fused_units", "fused_codes"}
+    parts = {"score_units", "select_topk", "attend", "attend_correction", "skipped_mass"}
+    assert kernels == parts | {"score_and_read"}
 
 
 def test_no_array_is_held_after_a_call():

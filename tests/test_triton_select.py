@@ -23,7 +23,6 @@ from triton_aot import TARGETS, Job, compile_ahead  # noqa: E402
 from eps_core.attention.protocol import Scores  # noqa: E402
 from eps_core.config.eps import EpsConfig  # noqa: E402
 from eps_core.reference import selection as oracle  # noqa: E402
-from eps_core.summaries import meanstd as oracle_summaries_meanstd  # noqa: E402
 from eps_core.summaries.base import LARGEST_ESTIMATE  # noqa: E402
 from eps_cuda import arrays  # noqa: E402
 from eps_cuda.kernels import score as score_kernels  # noqa: E402
@@ -258,31 +257,6 @@ def assert_near(found: "torch.Tensor", expected: np.ndarray, size: np.ndarray) -
     assert (error <= 2.0**-20 * (size[..., None] + np.abs(np.where(infinite, 0, expected)))).all(), error.max()
 
 
-def check_meanstd(kernels: Kernels, case: Case) -> None:
-    pools = {
-        "mean": pool(1, np.int8, *case.shape, case.head_dim), "mean_scale": pool(2, np.float16, *case.shape),
-        "std": pool(3, np.uint8, *case.shape, case.head_dim), "std_scale": pool(4, np.float16, *case.shape),
-    }  # fmt: skip
-    pools["mean_scale"][0, 0, 0] = np.inf
-    found = kernels.score_meanstd(
-        put(case.q), {name: put(array) for name, array in pools.items()}, put(case.valid), put(case.table),
-        put(case.lengths.astype(np.int32)), group_size=case.size,
-    )  # fmt: skip
-    expected, magnitude = np.zeros(found.shape), np.zeros(found.shape[:2])
-    for b, h in np.ndindex(2, 2):
-        a = case.heads(b, h)
-        gathered = {name: case.gathered(array, b, h) for name, array in pools.items()}
-        with np.errstate(invalid="ignore"):
-            estimate = np.stack([oracle_summaries_meanstd.score(None, {}, gathered, one)[0] for one in a])
-        expected[b, h], magnitude[b, h] = case.settle(estimate, b), np.abs(a).sum(axis=-1).max() * 255 * 0.5
-    assert_near(found, expected, magnitude)
-
-
-@pytest.mark.parametrize(("head_dim", "repeat"), [(16, 1), (20, 3), (33, 8), (128, 4), (256, 3)])
-def test_meanstd_estimates(head_dim: int, repeat: int) -> None:
-    check_meanstd(score_kernels, Case(head_dim, repeat, size=16, per_unit=2, units=40))
-
-
 # ------------------------------------------------------------------------------------------------------------- mutants
 
 
@@ -340,34 +314,6 @@ def test_checks_find_wrong_selection(name: str, tmp_path: Path) -> None:
         check(mutant(select_kernels, old, new, tmp_path / "select_mutant.py"))
 
 
-def check_small_meanstd(kernels: Kernels) -> None:
-    check_meanstd(kernels, Case(20, repeat=3, size=16, per_unit=2, units=5))
-
-
-SCORE_MUTANTS = {
-    "another kv head's tile": ("(unit * kv_heads + h)", "(unit * kv_heads + (h + 1) % kv_heads)", check_small_meanstd),
-    "another sequence's table": ("table + b * table_units", "table + h * table_units", check_small_meanstd),
-    "low half of the query dropped": ("(a - high.to(tl.float32))", "(a - a)", check_small_meanstd),
-    "partial group scored": ("inside & ~is_open", "inside", check_small_meanstd),
-    "valid of another group": ("unit * GPU + g % GPU,", "unit * GPU + (g + 1) % GPU,", check_small_meanstd),
-    "least of the heads": ("most = tl.max(estimate, axis=1)", "most = tl.min(estimate, axis=1)", check_small_meanstd),
-    "infinite estimates kept": (
-        "tl.where(tl.abs(estimate) < float(\"inf\"), estimate, LARGEST)", "estimate", check_small_meanstd,
-    ),
-    "deviations signed": ("_halves(tl.abs(a), n)", "_halves(a, n)", check_small_meanstd),
-    "deviations in steps of the mean": ("std_scale + tile", "mean_scale + tile", check_small_meanstd),
-    "last channel dropped": ("(d < D)[None, :], other=0)", "(d < D - 1)[None, :], other=0)", check_small_meanstd),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SCORE_MUTANTS)
-def test_checks_find_wrong_scores(name: str, tmp_path: Path) -> None:
-    old, new, check = SCORE_MUTANTS[name]
-    check(score_kernels)
-    with pytest.raises(AssertionError):
-        check(mutant(score_kernels, old, new, tmp_path / "score_mutant.py"))
-
-
 # ------------------------------------------------------------------------------------------------------ compiled ahead
 
 POINTERS = {
@@ -391,9 +337,6 @@ def job(module: str, name: str, constants: dict, options: dict | None = None) ->
 
 
 JOBS = {
-    "score meanstd": job(
-        SCORE, "_score_meanstd", {**MODEL, "GPU": 4, "S": 16, "LARGEST": LARGEST_ESTIMATE, "BLOCK": 128}
-    ),
     **{
         f"select {block} {'held' if held else 'read again'}": job(
             SELECT, "_select",
