@@ -18,9 +18,9 @@ import pytest
 from metal import cuda_check, shim
 from metal.shim import ShimError, metal_shim  # noqa: F401
 
+from eps_core.backend.pages import CodePool, Pool
 from eps_core.reference import pages as oracle_pages
 from eps_mlx.kernels import attend, correction, launch
-from eps_mlx.pages import CodePool, Pool
 
 # relative rounding of a dtype: the output is rounded to it once, sums are float32
 ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-11, mx.bfloat16: 2**-8}

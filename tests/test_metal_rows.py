@@ -17,13 +17,13 @@ from test_metal_attend import BARRIER, ROUNDING, _close, _float64, broken, held,
 
 import eps_mlx
 from eps_core.backend import attention
+from eps_core.backend.pages import Pool
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx.kernels import launch
 from eps_mlx.kernels import rows as rows_kernels
-from eps_mlx.pages import Pool
 
 
 @dataclass

@@ -15,10 +15,10 @@ import torch
 from triton_aot import TARGETS, Job, compile_ahead
 from triton_interpreter import DEVICE
 
+from eps_core.backend.pages import CodePool, Pool
 from eps_core.reference import pages as oracle_pages
 from eps_cuda.kernels import attend as attend_module
 from eps_cuda.kernels import correction as tail_module
-from eps_cuda.pages import CodePool, Pool
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NUMPY = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}

@@ -27,13 +27,13 @@ from triton_interpreter import DEVICE
 
 import eps_cuda
 from eps_core.backend import attention
+from eps_core.backend.pages import Pool
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.kernels import attend as attend_module
 from eps_cuda.kernels import rows as rows_module
-from eps_cuda.pages import Pool
 
 
 @dataclass(frozen=True)
