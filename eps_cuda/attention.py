@@ -13,11 +13,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from eps_core.attention.kernels import kernel_first
 from eps_core.attention.protocol import Selection
+from eps_core.backend import pages
 from eps_core.backend.attention import softmax_sums
 from eps_core.backend.ops import Ops
 from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_cuda import pages
 from eps_cuda.cache import Cache
 from eps_cuda.ops import OPS
 
@@ -80,7 +80,7 @@ def _attend_all(cache: Cache, layer: int, a: Tensor, table: np.ndarray, length: 
 def _by_head(pool: pages.Pool, units: np.ndarray, buffer: Tensor) -> Tensor:
     """Tokens of some units of a pool, head by head, [Hkv, tokens, D] float32: a copy into the buffer [Hkv, M, U, D],
     valid until its next use."""
-    return buffer[:, : len(units)].copy_(pages.units_of(pool, units).transpose(0, 1)).flatten(1, 2)
+    return buffer[:, : len(units)].copy_(pages.units_of(OPS, pool, units).transpose(0, 1)).flatten(1, 2)
 
 
 def _attend_groups(
@@ -109,7 +109,7 @@ def _attend_groups(
 def _attend_places(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tensor, length: int) -> State:
     """Attention of a [H, R, D] over the pool's tiles rows [H, W]; last [H] is the group in the last tile."""
     size, head_dim = cache.cache_config.S, cache.spec.head_dim
-    tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
+    tiles = [pages.tiles_of(OPS, pool[layer], rows, size) for pool in (cache.k, cache.v)]
     k, v = (tile.view(len(rows), -1, head_dim).float() for tile in tiles)
     logits = (k @ a.mT).mT
     unwritten = -length % size

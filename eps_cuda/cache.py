@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from eps_core.backend import cache as shared
+from eps_core.backend import pages
 from eps_core.backend.ops import Ops
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.load import resolve_kernels
-from eps_cuda import pages
 from eps_cuda.device import DTYPES, device_of, gpu
 from eps_cuda.kernels.choose import usable_kernels
 from eps_cuda.ops import OPS
@@ -54,7 +54,7 @@ def new_cache(
     dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
     if pools is None:
         bits = spec.k_bits, spec.v_bits
-        own = [[pages.new_pool(shape, dtype, one, place) for one in bits] for _ in layers]
+        own = [[pages.new_pool(OPS, place, shape, spec.dtype, one) for one in bits] for _ in layers]
     else:
         check_pools(pools, spec, shape, dtype, place.type)
         own = [list(pair) for pair in pools]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from eps_core.backend.ops import Ops
 from eps_core.backend.summaries.rq import levels_of, unpack_codes
-from eps_cuda import pages
 from eps_cuda.device import DTYPES, empty_pool, to_numpy
 from eps_cuda.kernels.choose import kernels_of
 
@@ -56,7 +55,7 @@ class TorchOps(Ops):
     softmax = staticmethod(lambda x: torch.softmax(x, dim=-1))
     finfo = staticmethod(torch.finfo)
     kernels_of = staticmethod(kernels_of)
-    dtypes, pages, gpu_family = DTYPES, pages, "triton"
+    dtypes, gpu_family, keeps_views = DTYPES, "triton", True
     max, min = _reduced(torch.amax), _reduced(torch.amin)
     float32, float16, int8 = _cast(torch.float32), _cast(torch.float16), _cast(torch.int8)
     boolean, uint8, int32, int64 = _cast(torch.bool), _cast(torch.uint8), _cast(torch.int32), _cast(torch.int64)
@@ -78,8 +77,8 @@ class TorchOps(Ops):
             return self.on(like, array.view(np.int16)).view(torch.bfloat16)
         return self.on(like, array)
 
-    def new(self, cache: Any, shape: Sequence[int], dtype: str) -> Tensor:
-        return empty_pool(shape, getattr(torch, dtype), torch.device(cache.device)).zero_()
+    def new(self, device: Any, shape: Sequence[int], dtype: str) -> Tensor:
+        return empty_pool(shape, getattr(torch, dtype), torch.device(device)).zero_()
 
     def full(self, like: Any, shape: Sequence[int], value: bool | int | float) -> Tensor:
         dtype = FULL[type(value)]
@@ -93,6 +92,20 @@ class TorchOps(Ops):
 
     def widest(self, x: Tensor) -> Tensor:
         return x.double()
+
+    def is_whole(self, pool: Tensor) -> bool:
+        return pool.is_contiguous()
+
+    def by_token(self, units: Tensor, length: int) -> Tensor:
+        """Each head is contiguous in memory."""
+        by_head = units.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        return by_head.flatten(1, 2)[:, :length].transpose(0, 1)
+
+    def longer(self, array: Tensor, length: int) -> Tensor:
+        more = empty_pool((length, *array.shape[1:]), array.dtype, array.device)
+        more[: len(array)] = array
+        more[len(array) :] = 0
+        return more
 
     def gather_rows(self, array: Tensor, rows: Tensor) -> Tensor:
         return array.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *array.shape[1:])
@@ -143,6 +156,18 @@ class TorchOps(Ops):
 
     def triangle(self, matrix: Tensor) -> Tensor:
         return torch.linalg.qr(matrix, mode="r").R
+
+    def next16(self, x: Tensor) -> Tensor:
+        return (x.view(torch.int16) + 1).view(torch.float16)
+
+    def signbit(self, x: Tensor) -> Tensor:
+        return torch.signbit(x)
+
+    def to_fp8(self, x: Tensor) -> Tensor:
+        return x.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def from_fp8(self, codes: Tensor) -> Tensor:
+        return codes.view(torch.float8_e4m3fn).float()
 
     def to_byte(self, scale: Tensor) -> Tensor:
         return ((scale.view(torch.int16).int() + 64) >> 7).clamp(max=0xF7).to(torch.uint8)

@@ -12,10 +12,10 @@ import numpy as np
 
 from eps_core.attention.kernels import kernel_first
 from eps_core.attention.protocol import Selection
+from eps_core.backend import pages
 from eps_core.backend.ops import Ops
 from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_mlx import pages
 from eps_mlx.arrays import merge
 from eps_mlx.cache import Cache
 from eps_mlx.ops import OPS
@@ -101,7 +101,7 @@ def _attend_units(cache: Cache, layer: int, a: mx.array, units: np.ndarray, toke
 
 def _read_units(pool: pages.Pool, units: np.ndarray, tokens: int) -> mx.array:
     """The first `tokens` tokens of each unit of K or V, float32 [M, Hkv, tokens, D]."""
-    return pages.units_of(pool, units)[:, :, :tokens].astype(mx.float32)
+    return pages.units_of(OPS, pool, units)[:, :, :tokens].astype(mx.float32)
 
 
 def _attend_tiles(cache: Cache, layer: int, a: mx.array, groups: mx.array, table: np.ndarray, unwritten: int) -> State:
@@ -117,7 +117,7 @@ def _attend_places(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwrit
     """Attention of a [H, R, D] over the pool's tiles rows [H, W], numbered as K's memory lies."""
     size, head_dim = cache.cache_config.S, cache.spec.head_dim
     tokens = rows.shape[1] * size - unwritten
-    tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
+    tiles = [pages.tiles_of(OPS, pool[layer], rows, size) for pool in (cache.k, cache.v)]
     k, v = (tile.reshape(len(rows), -1, head_dim)[:, :tokens].astype(mx.float32) for tile in tiles)
     weights, total, largest = _softmax_sums(a @ k.swapaxes(-1, -2), (2,))
     return (weights @ v) / total, (largest + mx.log(total))[..., 0]

@@ -13,12 +13,11 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.backend import cache as shared
-from eps_core.backend import moves
+from eps_core.backend import moves, pages
 from eps_core.backend.ops import Ops
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.load import resolve_kernels
-from eps_mlx import pages
-from eps_mlx.device import DTYPES, device_of, devices
+from eps_mlx.device import device_of, devices
 from eps_mlx.kernels.choose import usable_kernels
 from eps_mlx.ops import OPS
 
@@ -40,13 +39,13 @@ def new_cache(spec: CacheSpec, cache_config: CacheConfig, device: str = "auto", 
     kernels = resolve_kernels(kernels, usable_kernels(device), device)
     with mx.stream(place):
         shape = (spec.num_units, spec.num_kv_heads, cache_config.unit_tokens, spec.head_dim)
-        dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
+        layers = range(spec.num_layers)
         cache = Cache(
             spec,
             cache_config,
             device,
-            k=[pages.new_pool(shape, dtype, spec.k_bits) for _ in layers],
-            v=[pages.new_pool(shape, dtype, spec.v_bits) for _ in layers],
+            k=[pages.new_pool(OPS, device, shape, spec.dtype, spec.k_bits) for _ in layers],
+            v=[pages.new_pool(OPS, device, shape, spec.dtype, spec.v_bits) for _ in layers],
             finite=[mx.array(True) for _ in layers],
             kernels=kernels,
         )

@@ -11,7 +11,6 @@ import numpy as np
 
 from eps_core.backend.ops import Ops
 from eps_core.backend.summaries.rq import levels_of, unpack_codes
-from eps_mlx import pages
 from eps_mlx.device import DTYPES, device_of
 from eps_mlx.kernels.choose import kernels_of
 
@@ -56,7 +55,8 @@ class MlxOps(Ops):
     softmax = staticmethod(lambda x: mx.softmax(x, axis=-1))
     finfo = staticmethod(mx.finfo)
     kernels_of = staticmethod(kernels_of)
-    dtypes, pages, gpu_family = DTYPES, pages, "metal"
+    dtypes, gpu_family = DTYPES, "metal"
+    keeps_views = False  # the next write would copy the whole pool
     max, min = _reduced(mx.max), _reduced(mx.min)
     float32, float16, int8 = _cast(mx.float32), _cast(mx.float16), _cast(mx.int8)
     boolean, uint8, int32, int64 = _cast(mx.bool_), _cast(mx.uint8), _cast(mx.int32), _cast(mx.int64)
@@ -83,7 +83,7 @@ class MlxOps(Ops):
             return mx.array(np.ascontiguousarray(array).view(np.uint16)).view(mx.bfloat16)
         return mx.array(array)
 
-    def new(self, cache: Any, shape: Sequence[int], dtype: str) -> mx.array:
+    def new(self, device: Any, shape: Sequence[int], dtype: str) -> mx.array:
         return mx.zeros(shape, getattr(mx, dtype))
 
     def full(self, like: Any, shape: Sequence[int], value: bool | int | float) -> mx.array:
@@ -97,6 +97,16 @@ class MlxOps(Ops):
 
     def widest(self, x: mx.array) -> mx.array:
         return x
+
+    def is_whole(self, pool: mx.array) -> bool:
+        return True
+
+    def by_token(self, units: mx.array, length: int) -> mx.array:
+        rows = units.swapaxes(1, 2)
+        return mx.contiguous(rows.reshape(-1, *rows.shape[2:])[:length])
+
+    def longer(self, array: mx.array, length: int) -> mx.array:
+        return mx.concatenate([array, mx.zeros((length - len(array), *array.shape[1:]), array.dtype)])
 
     def gather_rows(self, array: mx.array, rows: mx.array) -> mx.array:
         return mx.take(array, rows, axis=0)
@@ -162,6 +172,25 @@ class MlxOps(Ops):
 
     def triangle(self, matrix: mx.array) -> mx.array:
         return mx.linalg.qr(matrix, stream=mx.cpu)[1]
+
+    def next16(self, x: mx.array) -> mx.array:
+        return (x.view(mx.int16) + 1).view(mx.float16)
+
+    def signbit(self, x: mx.array) -> mx.array:
+        return (x.view(mx.uint32) >> 31).astype(mx.int32)
+
+    def to_fp8(self, x: mx.array) -> mx.array:
+        """By integers: MLX has `to_fp8` from 0.30 on only. From an exponent of -6 on, eight codes have one step."""
+        size = mx.abs(x)
+        exponent = mx.maximum((size.view(mx.int32) >> 23) - 127, -6)
+        steps = mx.round(size * ((130 - exponent) << 23).view(mx.float32)).astype(mx.int32)
+        return (8 * (exponent + 6) + steps + 128 * self.signbit(x)).astype(mx.uint8)
+
+    def from_fp8(self, codes: mx.array) -> mx.array:
+        size = codes.astype(mx.int32) & 127
+        exponent, steps = mx.maximum(size >> 3, 1), mx.where(size < 8, size, 8 + (size & 7))
+        numbers = steps.astype(mx.float32) * ((exponent + 117) << 23).view(mx.float32)
+        return mx.where(codes > 127, -numbers, numbers)
 
     def to_byte(self, scale: mx.array) -> mx.array:
         return mx.minimum((scale.view(mx.uint16).astype(mx.int32) + 64) >> 7, 0xF7).astype(mx.uint8)

@@ -39,29 +39,16 @@ def counter(target, monkeypatch) -> Counter:
 
         monkeypatch.setattr(torch.Tensor, "index_select", index_select)
     else:
-        import mlx.core as mx
+        from eps_mlx.ops import MlxOps
 
-        import eps_mlx.attention
-        import eps_mlx.ops
-        import eps_mlx.pages
+        gather_rows = MlxOps.gather_rows
 
-        class Counting:
-            def __init__(self, codes):
-                self.codes = codes
+        def counting(self, array, rows):
+            result = gather_rows(self, array, rows)
+            count.gathered += result.nbytes
+            return result
 
-            def __getattr__(self, name):
-                return getattr(mx, name)
-
-            def take(self, array, indices, axis=None):
-                result = mx.take(array, indices, axis=axis)
-                # neither tables of units nor the float32 sums that codes look up
-                if array.dtype in (mx.uint8, mx.int8, mx.float16) if self.codes else array.dtype != mx.int32:
-                    count.gathered += result.nbytes
-                return result
-
-        monkeypatch.setattr(eps_mlx.attention, "mx", Counting(codes=False))
-        monkeypatch.setattr(eps_mlx.pages, "mx", Counting(codes=False))
-        monkeypatch.setattr(eps_mlx.ops, "mx", Counting(codes=True))
+        monkeypatch.setattr(MlxOps, "gather_rows", counting)
     return count
 
 

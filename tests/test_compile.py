@@ -15,7 +15,7 @@ from eps_core.load import load_backend, resolve_kernels
 # compiles one small kernel and says how often numba compiled it
 PROGRAM = """
 import numpy as np
-from eps_core.cpu import compile, score
+from eps_core.cpu import compile, units
 times = []
 real = compile._Kept.load_overload
 def counted(self, sig, context):
@@ -23,7 +23,7 @@ def counted(self, sig, context):
     times.append(found is None)
     return found
 compile._Kept.load_overload = counted
-score.group_states(np.ones(1, np.int32), np.zeros(1, np.int32), 1, 1, 1, np.zeros(1, np.uint8))
+units.place_spans(*[np.ones(1, np.int32)] * 2, 1, 1, 1, 1, np.zeros(1, np.uint8), np.zeros(1, np.int64))
 print(sum(times))
 """
 

@@ -50,7 +50,6 @@ class Case:
     rescore: float = 0.125
     correction_tokens: int = 0
     block_size: int = 16
-    bound_bits: int = 0
     kv_heads: int = 2
     before: tuple[int, ...] = (150, 91, 60)  # tokens of each sequence when decode starts
     steps: int = 5
@@ -63,7 +62,7 @@ class Case:
     def config(self) -> EpsConfig:
         return EpsConfig.of(
             method="rq", rescore=self.rescore, correction_tokens=self.correction_tokens,
-            group_size=self.group_size, block_size=self.block_size, bound_bits=self.bound_bits, seed=3,
+            group_size=self.group_size, block_size=self.block_size, seed=3,
             mean_tokens=self.mean_tokens, mean_bits=self.mean_bits, cascade=self.cascade,
         )  # fmt: skip
 
@@ -77,7 +76,7 @@ CASES = [
     Case(33, 4, correction_tokens=64, before=(190, 62, 63), steps=7, kv_heads=3),
     Case(256, 8, correction_tokens=32, mean_tokens=32, before=(254, 30, 13), steps=3, kv_heads=1),
     Case(64, 16, "bfloat16", correction_tokens=256, before=(510, 254), steps=3, kv_heads=1),
-    Case(16, 1, bound_bits=8, rescore=1.0, before=(190, 126, 60)),
+    Case(16, 1, rescore=1.0, before=(190, 126, 60)),
     Case(7, 2, "bfloat16", mean_tokens=32, rescore=0.0, before=(158, 94, 60)),
     Case(1, 2, mean_tokens=32, before=(158, 94, 60)),
 ]
@@ -127,8 +126,6 @@ class Fast:
             pools |= {f"tail_{name}": pool for name, pool in correction.summaries[0].items()} | {
                 "correction_valid": valid_of(correction)
             }
-        if cache_config.has_bounds:
-            pools |= {"largest_key": cache.largest_key[0], "largest_value": cache.largest_value[0]}
         self.module, self.cache_config = module, cache_config
         self.pools = {name: Guarded(pool) for name, pool in pools.items()}
 
@@ -146,7 +143,6 @@ class Fast:
         self.module.write_tokens(
             rows[:, 0], rows[:, 1], here, get("k"), get("v"), get("finite")[0], get("valid"),
             span_tokens=cache_config.span_tokens, rq=self.pools_of_rq(get), correction=correction,
-            largest_key=get("largest_key"), largest_value=get("largest_value"),
         )  # fmt: skip
         assert torch.equal(given.view(torch.uint8), rows.view(torch.uint8)), "the arguments changed"
         assert np.array_equal(here.cpu().numpy(), slots)
@@ -190,9 +186,6 @@ def check_equal(fast: Fast, cache: Cache) -> None:
         assert torch.equal(got["correction_valid"], valid_of(cache.correction)), "valid of corrections differs"
         check_codes("mean values", got["tail_mean"], correction["mean"])
         assert steps_apart(got["tail_mean_scale"], correction["mean_scale"]) <= 1, "scale of mean values differs"
-    if cache.cache_config.has_bounds:
-        for name, largest in (("largest_key", cache.largest_key), ("largest_value", cache.largest_value)):
-            torch.testing.assert_close(got[name], largest[0], rtol=1e-6, atol=0)
 
 
 def check_codes(name: str, got: Tensor, want: Tensor) -> None:
@@ -367,7 +360,7 @@ def test_without_summaries_only_rows_and_flags_change():
     for valid in (None, pools["valid"]):
         write.write_tokens(
             k.to(DEVICE), v.to(DEVICE), here, pools["k"], pools["v"], pools["finite"][0], valid,
-            span_tokens=finalized, rq=None, correction=None, largest_key=None, largest_value=None,
+            span_tokens=finalized, rq=None, correction=None,
         )  # fmt: skip
         assert torch.equal(fast.pools["valid"].check("valid"), kept["valid"]) == (valid is None)
     for row, name in itertools.product(range(2), ("k", "v")):
@@ -397,8 +390,6 @@ def job_of(case: Case) -> Job:
     types |= dict.fromkeys(set(fields(cache_config, case.head_dim)) & {"more", "rest", "second", "second_scale"}, "*u8")
     if config.cache_config.correction_tokens:
         types |= {"mean": "*i8", "mean_scale": "*fp16", "correction_valid": "*u8"}
-    if config.cache_config.has_bounds:
-        types |= {"largest_key": "*i32", "largest_value": "*i32"}
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     return Job("eps_cuda.kernels.write", "write_kernel", types, constants, options)
 
@@ -412,7 +403,7 @@ def test_compiles_for_gpus_without_spills_or_contraction():
         Case(64, 1, "bfloat16", mean_tokens=64, cascade=(0.5, 0.2)),  # the default
         Case(128, 1, "bfloat16", mean_tokens=64, cascade=(0.5, 0.2)),
         Case(256, 2, "float32", correction_tokens=64, mean_tokens=64, cascade=(0.25,)),
-        Case(64, 16, "bfloat16", correction_tokens=256, bound_bits=8),
+        Case(64, 16, "bfloat16", correction_tokens=256),
     ]
     compiled = dict(zip((usual, unit), compile_ahead([job_of(usual), job_of(unit)]), strict=True))
     hopper = compile_ahead([job_of(case) for case in others], targets=(("cuda", 90, 32),))

@@ -7,6 +7,7 @@ import numpy as np
 
 from eps_core.attention.kernels import kernel_first
 from eps_core.attention.protocol import Array, RowsRead, Scores, Selection
+from eps_core.backend import pages
 from eps_core.backend.cache import read_kv
 from eps_core.backend.ops import Ops
 from eps_core.backend.selection import selection_mask
@@ -137,7 +138,7 @@ def attend_own(ops: Ops, cache: Any, q: Array, k: Array, v: Array) -> State:
     [B, Hkv, D] as the cache would hold them."""
     dtype, heads_each = ops.dtypes[cache.spec.dtype], q.shape[1] // k.shape[1]
     with ops.place(cache):
-        held = (ops.pages.held(pool[0], ops.cast(x, dtype)) for pool, x in ((cache.k, k), (cache.v, v)))
+        held = (pages.held(ops, pool[0], ops.cast(x, dtype)) for pool, x in ((cache.k, k), (cache.v, v)))
         key, value = (
             ops.broadcast_to(ops.float32(x)[:, :, None], (*x.shape[:2], heads_each, x.shape[2])).reshape(q.shape)
             for x in held

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from eps_core.attention.protocol import Array
+from eps_core.backend import pages
 from eps_core.backend.ops import Ops, Summary
 from eps_core.backend.summaries.base import Part
 from eps_core.backend.summaries.table import build_summary, method
@@ -34,8 +35,8 @@ class ArrayCache(CountsRereads):
     spec: CacheSpec
     cache_config: CacheConfig
     device: str
-    k: list[Any]  # pools, see the backend's `pages`
-    v: list[Any]
+    k: list[pages.Pool]
+    v: list[pages.Pool]
     finite: list[Array]  # device bool: no NaN or Inf in any K so far
     summaries: list[Summary] = field(default_factory=list)
     state: list[GroupState] = field(default_factory=list)
@@ -60,7 +61,7 @@ class ArrayCache(CountsRereads):
             return self.fixed[layer]
         centroid = self.centroid[layer]
         if centroid is None:
-            centroid = self.ops.new(self, (self.spec.num_kv_heads, self.spec.head_dim), "float16")
+            centroid = self.ops.new(self.device, (self.spec.num_kv_heads, self.spec.head_dim), "float16")
         return self.fixed[layer] | {"centre": centroid}
 
     def can_encode(self, layer: int) -> bool:
@@ -91,7 +92,7 @@ def _add_summaries(cache: Any) -> None:
     ops, spec, cache_config, layers = cache.ops, cache.spec, cache.cache_config, range(cache.spec.num_layers)
     cache.state = [GroupState(spec.num_units, cache_config, spec.max_open_groups) for _ in layers]
     if cache.kernels == ops.gpu_family:
-        cache.valid = [ops.new(cache, (spec.num_units * cache_config.spans_per_unit,), "uint8") for _ in layers]
+        cache.valid = [ops.new(cache.device, (spec.num_units * cache_config.spans_per_unit,), "uint8") for _ in layers]
     cache.centroid = [None for _ in layers]
     cache.early = [[] for _ in layers]
     fixed = [table.constants(cache_config, layer, spec.num_kv_heads, spec.head_dim) for layer in layers]
@@ -100,14 +101,14 @@ def _add_summaries(cache: Any) -> None:
     slots = spec.max_open_groups, spec.num_kv_heads
     stored, running = table.fields(cache_config, spec.head_dim), table.running(cache_config, spec.head_dim)
     cache.summaries = [
-        {name: ops.new(cache, (*pool, *one.shape), one.dtype) for name, one in stored.items()} for _ in layers
+        {name: ops.new(cache.device, (*pool, *one.shape), one.dtype) for name, one in stored.items()} for _ in layers
     ]
     cache.open = [
-        {name: ops.new(cache, (*slots, *one.shape), "float32") for name, one in running.items()} for _ in layers
+        {name: ops.new(cache.device, (*slots, *one.shape), "float32") for name, one in running.items()} for _ in layers
     ]
     if cache_config.has_bounds:
-        cache.largest_key = [ops.new(cache, (spec.num_kv_heads,), "float32") for _ in layers]
-        cache.largest_value = [ops.new(cache, (spec.num_kv_heads,), "float32") for _ in layers]
+        cache.largest_key = [ops.new(cache.device, (spec.num_kv_heads,), "float32") for _ in layers]
+        cache.largest_value = [ops.new(cache.device, (spec.num_kv_heads,), "float32") for _ in layers]
 
 
 def check_finite(ops: Ops, cache: Any) -> None:
@@ -164,8 +165,8 @@ def write_rows(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.n
     dtype = ops.dtypes[cache.spec.dtype]
     with ops.place(cache):
         units, offsets = (ops.index(cache, part) for part in np.divmod(slots, cache.cache_config.unit_tokens))
-        keys = ops.pages.write(cache.k[layer], units, offsets, ops.cast(k, dtype))
-        return keys, ops.pages.write(cache.v[layer], units, offsets, ops.cast(v, dtype))
+        keys = pages.write(ops, cache.k[layer], units, offsets, ops.cast(k, dtype))
+        return keys, pages.write(ops, cache.v[layer], units, offsets, ops.cast(v, dtype))
 
 
 def settle(ops: Ops, cache: Any) -> None:
@@ -282,7 +283,7 @@ def finalize(ops: Ops, cache: Any, layer: int, groups: np.ndarray, keys: Array |
         units, subs = np.divmod(groups, cache_config.spans_per_unit)
         heads = units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)
         rows = heads * cache_config.spans_per_unit + subs[:, None]
-        keys = ops.pages.tiles_of(cache.k[layer], ops.index(cache, rows), cache_config.span_tokens)
+        keys = pages.tiles_of(ops, cache.k[layer], ops.index(cache, rows), cache_config.span_tokens)
         cache.tokens_reread += len(groups) * cache_config.span_tokens
     _store(ops, cache, layer, groups, _summarise(ops, cache, layer, keys))
 
@@ -313,10 +314,9 @@ def _store(ops: Ops, cache: Any, layer: int, groups: np.ndarray, summary: Summar
 
 def grow(ops: Ops, cache: Any, num_units: int) -> Any:
     """Room for `num_units` units in all; what the cache holds stays where it is."""
-    pages = ops.pages
     with ops.place(cache):
         for pools in (cache.k, cache.v):  # which bounds and corrections share
-            pools[:] = [pages.each(pool, lambda array: pages.longer(array, num_units)) for pool in pools]
+            pools[:] = [pages.each(pool, lambda array: ops.longer(array, num_units)) for pool in pools]
         for one in (cache, cache.bound, cache.correction):
             if one is None:
                 continue
@@ -324,9 +324,9 @@ def grow(ops: Ops, cache: Any, num_units: int) -> Any:
             for state in one.state:
                 state.grow(num_units)
             one.summaries = [
-                {name: pages.longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries
+                {name: ops.longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries
             ]
-            one.valid = [pages.longer(flags, num_units * one.cache_config.spans_per_unit) for flags in one.valid]
+            one.valid = [ops.longer(flags, num_units * one.cache_config.spans_per_unit) for flags in one.valid]
     return cache
 
 
@@ -334,4 +334,4 @@ def read_kv(ops: Ops, cache: Any, layer: int, table: np.ndarray, length: int) ->
     """K, V [length, Hkv, D] of one sequence in cache dtype, copied out of the pool in token order: table [M]."""
     units = np.asarray(table)[: -(-length // cache.cache_config.unit_tokens)]
     with ops.place(cache):
-        return ops.pages.in_order(cache.k[layer], units, length), ops.pages.in_order(cache.v[layer], units, length)
+        return pages.in_order(ops, cache.k[layer], units, length), pages.in_order(ops, cache.v[layer], units, length)

@@ -1,10 +1,9 @@
 """A GPU's kernels (Triton, Metal) over the arrays of a backend: what each supports, and the arrays it is handed.
 
-Nothing here waits for the device. Kernels score `meanstd`, and `rq` unless it has bounds of its own: where array
-operations make bounds they make the estimate with them, and a kernel of the estimate alone would save nothing. Kernels
-choose groups by topk per kv head; the masks of other policies, of scope union and of head modes come from array
-operations, and a kernel lists them (`listing`). Attention, of rows too, and skipped mass have kernels whatever was
-chosen.
+Nothing here waits for the device. Kernels score `rq` unless it has bounds of its own: where array operations make
+bounds they make the estimate with them, and a kernel of the estimate alone would save nothing. Kernels choose groups by
+topk per kv head; the masks of other policies, of scope union and of head modes come from array operations, and a kernel
+lists them (`listing`). Attention, of rows too, and skipped mass have kernels whatever was chosen.
 """
 
 from collections.abc import Callable
@@ -33,7 +32,6 @@ class GpuKernels:
     attend_groups: ClassVar[Callable[..., State]]
     attend_all_rows: ClassVar[Callable[..., tuple[Array, Array, Array | None]]]
     attend_skipped: ClassVar[Callable[..., State]]
-    score_meanstd: ClassVar[Callable[..., Array]]
     select_topk: ClassVar[Callable[..., tuple[Array, Array, Array]]]
     compact: ClassVar[Callable[..., tuple[Array, Array]]]
     selection_mask: ClassVar[Callable[[Selection, int], Array]]
@@ -60,15 +58,9 @@ class GpuKernels:
         )
 
     def score(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
-        cache_config, num_missing = cache.cache_config, plan.num_missing(cache.state[layer])
+        num_missing = plan.num_missing(cache.state[layer])
         with self.place(cache):
-            table, lengths = self.on_device(cache, plan)
-            if cache_config.method_spec.coded:
-                estimate = self.estimates(cache, layer, q, plan, table, lengths)
-            else:
-                estimate = type(self).score_meanstd(
-                    q, cache.summaries[layer], cache.valid[layer], table, lengths, group_size=cache_config.S
-                )
+            estimate = self.estimates(cache, layer, q, plan, *self.on_device(cache, plan))
         return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
 
     def select(self, scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
@@ -145,6 +137,6 @@ def covers_codes(cache: Any) -> bool:
 
 
 def _unsupported_scoring(cache: Any, layer: int, q: Array, plan: StepPlan) -> str | None:
-    if cache.cache_config.method == "meanstd" or covers_codes(cache):
+    if covers_codes(cache):
         return None
     return "rq with bounds of its own" if cache.cache_config.rq_bounds else f"method {cache.cache_config.method}"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from eps_core.attention.protocol import Array, Selection
+from eps_core.backend import pages
 from eps_core.backend.cache import mark_valid, settle, written
 from eps_core.backend.ops import Ops
 from eps_core.backend.selection import selection_mask
@@ -21,7 +22,7 @@ def move_kv(ops: Ops, cache: Any, layer: int, src: np.ndarray, dst: np.ndarray) 
             [ops.index(cache, part) for part in np.divmod(np.asarray(slots, np.int64), cache.cache_config.unit_tokens)]
             for slots in (src, dst)
         )
-        keys, values = (ops.pages.move(pool[layer], source, target) for pool in (cache.k, cache.v))
+        keys, values = (pages.move(ops, pool[layer], source, target) for pool in (cache.k, cache.v))
     return written(ops, cache, layer, keys, values, np.asarray(dst, np.int64))
 
 
@@ -34,7 +35,7 @@ def copy_units(ops: Ops, cache: Any, src: Sequence[int], dst: Sequence[int]) -> 
     with ops.place(cache):
         source, target = (ops.index(cache, np.asarray(units)) for units in (src, dst))
         for layer in range(cache.spec.num_layers):
-            for pool in (*ops.pages.arrays_of(cache.k[layer]), *ops.pages.arrays_of(cache.v[layer])):
+            for pool in (*pages.arrays_of(cache.k[layer]), *pages.arrays_of(cache.v[layer])):
                 pool[target] = pool[source]
             for one in cache.parts():
                 for pool in one.summaries[layer].values():
@@ -53,7 +54,7 @@ def _unit_arrays(ops: Ops, cache: Any) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for layer in range(cache.spec.num_layers):
         for name, pool in (("k", cache.k[layer]), ("v", cache.v[layer])):
-            found |= {f"layers.{layer}.{name}.{i}": array for i, array in enumerate(ops.pages.arrays_of(pool))}
+            found |= {f"layers.{layer}.{name}.{i}": array for i, array in enumerate(pages.arrays_of(pool))}
         for kind, one in (("summary", cache), ("bound", cache.bound), ("correction", cache.correction)):
             if one is not None and one.cache_config.enabled:
                 found |= {f"layers.{layer}.{kind}.{name}": pool for name, pool in one.summaries[layer].items()}

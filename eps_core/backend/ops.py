@@ -59,7 +59,7 @@ class Ops:
     finfo: Callable[..., Any]
     kernels_of: Callable[[str], KernelTable]
     dtypes: dict[str, Any]  # by the names of `CacheSpec.dtype`
-    pages: Any  # the backend's module of K's and V's layout
+    keeps_views: bool  # whether a view of a pool may be kept while the pool is written
     gpu_family: str  # the GPU kernels, which read a cache's `valid`
 
     def place(self, cache: Any = None) -> AbstractContextManager[Any]:
@@ -82,7 +82,7 @@ class Ops:
         """Return a host array where `like` is, in its own dtype: the inverse of `host`."""
         raise NotImplementedError
 
-    def new(self, cache: Any, shape: Sequence[int], dtype: str) -> Array:
+    def new(self, device: Any, shape: Sequence[int], dtype: str) -> Array:
         """Return zeros that a cache keeps."""
         raise NotImplementedError
 
@@ -99,6 +99,18 @@ class Ops:
 
     def widest(self, x: Array) -> Array:
         """Return x in float64, where the library computes with it as fast as with float32."""
+        raise NotImplementedError
+
+    def is_whole(self, pool: Array) -> bool:
+        """Return whether an array is contiguous."""
+        raise NotImplementedError
+
+    def by_token(self, units: Array, length: int) -> Array:
+        """Return the first `length` rows [length, Hkv, D] of units [M, Hkv, U, D], a copy."""
+        raise NotImplementedError
+
+    def longer(self, array: Array, length: int) -> Array:
+        """Return an array [P, ..] of a pool with more, empty rows."""
         raise NotImplementedError
 
     def gather_rows(self, array: Array, rows: Array) -> Array:
@@ -157,6 +169,22 @@ class Ops:
 
     def triangle(self, matrix: Array) -> Array:
         """Return the triangular factor of a QR decomposition."""
+        raise NotImplementedError
+
+    def next16(self, x: Array) -> Array:
+        """Return the next larger float16 of each x >= 0."""
+        raise NotImplementedError
+
+    def signbit(self, x: Array) -> Array:
+        """Return whether x is negative, zeros by their sign."""
+        raise NotImplementedError
+
+    def to_fp8(self, x: Array) -> Array:
+        """Return float32 numbers of at most 448 as E4M3 in uint8, to the nearest."""
+        raise NotImplementedError
+
+    def from_fp8(self, codes: Array) -> Array:
+        """Return the numbers [..] float32 of E4M3 in uint8."""
         raise NotImplementedError
 
     def to_byte(self, scale: Array) -> Array:

@@ -7,6 +7,7 @@ import numpy as np
 
 from eps_core.attention.kernels import kernel_first
 from eps_core.attention.protocol import Array, Scores
+from eps_core.backend import pages
 from eps_core.backend.ops import Ops, Summary
 from eps_core.backend.summaries.rq import of_groups
 from eps_core.backend.summaries.table import method, score_summary
@@ -50,7 +51,7 @@ def _score(ops: Ops, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores
         if _of_all(stored[name])
     }
     if cache_config.method_spec.reads_keys:
-        keys = ops.pages.tiles_of(cache.k[layer], rows, cache_config.unit_tokens)
+        keys = pages.tiles_of(ops, cache.k[layer], rows, cache_config.unit_tokens)
         gathered = {"keys": keys.reshape(batch, kv_heads, -1, cache_config.S, head_dim)}
     constants = cache.constants(layer)
     if cache_config.method_spec.by_place:
@@ -134,7 +135,7 @@ def anchors(
     mean."""
     if selection_config.combine == "max":
         return None
-    keys = ops.float32(ops.pages.first_rows(cache.k[layer], units))
+    keys = ops.float32(pages.first_rows(ops, cache.k[layer], units))
     batch, num_heads, head_dim = q.shape
     kv_heads = cache.spec.num_kv_heads
     heads = ops.float32(q).reshape(batch, kv_heads, num_heads // kv_heads, head_dim)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eps_core.cpu import attend, best, score, threads, unit_vectors, units, vectors, write
+from eps_core.cpu import attend, best, threads, unit_vectors, units, vectors, write
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import PARTS, QUERY_STEPS, part_dims
 
@@ -108,7 +108,7 @@ def unsupported_scoring(cache: Any, plan: StepPlan) -> str | None:
     if cache_config.rq_bounds:
         return "rq with bounds of its own"
     if not cache_config.method_spec.coded:
-        return None if cache_config.method == "meanstd" else f"method {cache_config.method}"
+        return f"method {cache_config.method}"
     if cache_config.groups_per_span % vectors.LANES:
         return f"{cache_config.groups_per_span} groups to a mean, no multiple of {vectors.LANES}"
     if spec.head_dim * QUERY_STEPS >= 2**15:  # sums are int16
@@ -121,21 +121,6 @@ def unsupported_scoring(cache: Any, plan: StepPlan) -> str | None:
 def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host) -> tuple[Call, np.ndarray]:
     """Return the call that scores q [B, Hq, D] float32, and estimate [B, Hkv, G] float32, which it fills. Needs a cache
     of which `unsupported_scoring` is None."""
-    cache_config, spec = cache.cache_config, cache.spec
-    if cache_config.method_spec.coded:
-        return _scoring_units(cache, layer, q, plan, host)
-    per_unit, groups = cache_config.groups_per_unit, plan.num_groups
-    estimate = np.empty((len(q), spec.num_kv_heads, groups), np.float32)
-    stored = {name: lanes(host(pool)) for name, pool in cache.summaries[layer].items()}
-    args = (
-        q, stored["mean"], stored["std"], stored["mean_scale"], stored["std_scale"], cache.state[layer].fill,
-        plan.table, plan.lengths, cache_config.S, per_unit, np.empty((len(q), groups), np.uint8), estimate,
-    )  # fmt: skip
-    return Call(score.score_codes, 2, args), estimate
-
-
-def _scoring_units(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host) -> tuple[Call, np.ndarray]:
-    """`scoring` by codes about units' means."""
     cache_config, spec = cache.cache_config, cache.spec
     batch, num_heads, head_dim = q.shape
     sums = plan.config.selection_config.combine == "sum"

@@ -9,7 +9,6 @@ when it returns.
 from eps_core.cpu.attend import attend, attend_correction, merge, skipped_mass
 from eps_core.cpu.best import select_topk
 from eps_core.cpu.compile import FAST, kernel
-from eps_core.cpu.score import score_codes
 from eps_core.cpu.threads import FAILED, finish, note_time, take, wait
 from eps_core.cpu.units import score_units
 
@@ -53,19 +52,8 @@ def _merge_all(progress, out, lse, other_out, other_lse, whole, whole_lse):
 
 
 @kernel(fastmath=FAST)
-def fused_units(progress, stamps, phases, scored, chosen, attended, has_correction, correction, merged, skipped):
+def score_and_read(progress, stamps, phases, scored, chosen, attended, has_correction, correction, merged, skipped):
     """`score_units` of `phases` phases, and `_read_on`."""
     note_time(stamps, 0)
     score_units(progress[:phases], *scored)
     _read_on(progress[phases:], stamps, chosen, attended, has_correction, correction, merged, skipped)
-
-
-@kernel(fastmath=FAST)
-def fused_codes(progress, stamps, phases, scored, chosen, attended, has_correction, correction, merged, skipped):
-    """`score_codes` of `phases` phases, and `_read_on`."""
-    note_time(stamps, 0)
-    score_codes(progress[:phases], *scored)
-    _read_on(progress[phases:], stamps, chosen, attended, has_correction, correction, merged, skipped)
-
-
-AFTER = {score_units: fused_units, score_codes: fused_codes}  # what scores -> all of it

@@ -75,7 +75,7 @@ def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Ho
     whole = State(np.empty_like(read.out), np.empty_like(read.lse))
     stamps = np.zeros(3, np.int64)
     run(
-        fused.AFTER[score_call.kernel], score_call.phases + fused.PHASES, stamps, score_call.phases, score_call.args,
+        fused.score_and_read, score_call.phases + fused.PHASES, stamps, score_call.phases, score_call.args,
         choice.args, attention.args, has_correction, adding.args, (*read, *correction, *whole), summing.args,
     )  # fmt: skip
     began, selected, ended = stamps.tolist()

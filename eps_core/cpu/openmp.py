@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core.cpu import attend, best, compile, forks, fused, rows, rows_amx, score, threads, units
+from eps_core.cpu import attend, best, compile, forks, fused, rows, rows_amx, threads, units
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import CLOCK, FAILED, FINISHED, note_time_at
 
@@ -69,11 +69,6 @@ def on_team(typing_context, parallel, num_threads, kernel, args):
 
 
 @kernel(fastmath=FAST)
-def _score_codes(parallel, num_threads, *args):
-    on_team(parallel, num_threads, score.score_codes, args)
-
-
-@kernel(fastmath=FAST)
 def _score_units(parallel, num_threads, *args):
     on_team(parallel, num_threads, units.score_units, args)
 
@@ -109,17 +104,11 @@ def _attend_rows_amx(parallel, num_threads, *args):
 
 
 @kernel(fastmath=FAST)
-def _fused_units(parallel, num_threads, *args):
-    on_team(parallel, num_threads, fused.fused_units, args)
-
-
-@kernel(fastmath=FAST)
-def _fused_codes(parallel, num_threads, *args):
-    on_team(parallel, num_threads, fused.fused_codes, args)
+def _score_and_read(parallel, num_threads, *args):
+    on_team(parallel, num_threads, fused.score_and_read, args)
 
 
 _LAUNCHERS: dict[Any, Callable[..., None]] = {
-    score.score_codes: _score_codes,
     units.score_units: _score_units,
     best.select_topk: _select_topk,
     attend.attend: _attend,
@@ -127,8 +116,7 @@ _LAUNCHERS: dict[Any, Callable[..., None]] = {
     attend.skipped_mass: _skipped_mass,
     rows.attend_rows: _attend_rows,
     rows_amx.attend_rows: _attend_rows_amx,
-    fused.fused_units: _fused_units,
-    fused.fused_codes: _fused_codes,
+    fused.score_and_read: _score_and_read,
 }
 
 

@@ -24,7 +24,6 @@ from eps_core.cpu.kept_vectors import (
     score_packed,
 )
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, dots
-from eps_core.cpu.score import KNOWN, MISSING, PAST
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.cpu.unit_queries import prepare
 from eps_core.cpu.unit_vectors import SPANS, WORD, WORD_TABLE, mean_bases, scan_planes
@@ -34,6 +33,7 @@ CHUNK_GROUPS, LISTED_GROUPS = 1024, 256  # of one task; changes speed only
 SEALS_AHEAD, LISTED_AHEAD = 8, 128  # what is asked for ahead; changes speed only
 MOST_PHASES = 7  # of `score_some`
 NEAR = np.float32(ANCHOR_SPREAD)
+KNOWN, MISSING, PAST = 0, 1, 2  # states of a span
 NO_HEAD = np.float32(-1e30)  # a score whose mass is nothing beside any other
 
 

@@ -49,11 +49,6 @@ def qa_f1_score(prediction: str, answer: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def exact_match(prediction: str, answer: str) -> float:
-    """SQuAD's exact match: 1 where the normalized texts are equal."""
-    return float(normalize_answer(prediction) == normalize_answer(answer))
-
-
 def rouge_score(prediction: str, answer: str) -> float:
     """ROUGE-L F of the `rouge` package, which counts each different word once.
 

@@ -6,8 +6,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from eps_cuda import pages
-from eps_cuda.pages import Pool
+from eps_core.backend import pages
+from eps_core.backend.pages import Pool
 from eps_cuda.pools import strides
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

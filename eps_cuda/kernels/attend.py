@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eps_core.backend.pages import Pool
 from eps_cuda.kernels.arguments import check_layout, check_shapes, held_as_codes, pool_arrays, pool_constants
-from eps_cuda.pages import Pool
 
 State = tuple[Tensor, Tensor]
 

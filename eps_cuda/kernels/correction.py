@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eps_core.backend.pages import Pool
 from eps_cuda.kernels.arguments import check_layout
 from eps_cuda.kernels.attend import (
     MERGE_SPLITS,
@@ -20,7 +21,6 @@ from eps_cuda.kernels.attend import (
     merge_splits,
     processors,
 )
-from eps_cuda.pages import Pool
 
 BLOCK_ESTIMATES = 1024  # of one iteration; changes speed only
 

@@ -19,7 +19,6 @@ from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
 from eps_cuda.kernels import correction as correction_kernels
 from eps_cuda.kernels import rows as rows_kernels
-from eps_cuda.kernels import score as score_kernels
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels.select import Depth
@@ -32,7 +31,6 @@ class TritonKernels(GpuKernels):
     attend_groups = attend_kernels.attend_groups
     attend_all_rows = rows_kernels.attend_rows
     attend_skipped = correction_kernels.attend_correction
-    score_meanstd = score_kernels.score_meanstd
     select_topk = select_kernels.select_topk
     selection_mask = selection_mask
 
@@ -147,7 +145,7 @@ def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
         k, v, slots, *cache.plain(layer), cache.finite[layer], valid,
-        span_tokens=cache_config.span_tokens, rq=rq, correction=correction, largest_key=None, largest_value=None,
+        span_tokens=cache_config.span_tokens, rq=rq, correction=correction,
     )  # fmt: skip
 
 
@@ -158,7 +156,7 @@ def place(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, finite:
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
         k, v, slots, *cache.plain(layer), finite, None, span_tokens=cache.cache_config.span_tokens, rq=None,
-        correction=None, largest_key=None, largest_value=None,
+        correction=None,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eps_core.backend.pages import Pool
 from eps_cuda.kernels.arguments import check_layout, check_shapes, pool_arrays, pool_constants
 from eps_cuda.kernels.attend import (
     HALVES,
@@ -41,7 +42,6 @@ from eps_cuda.kernels.attend import (
     plan,
     split_two,
 )
-from eps_cuda.pages import Pool
 
 SPLIT_TOKENS = 512  # of one program; changes speed and the order of float32 sums
 

@@ -1,5 +1,4 @@
-"""Triton: estimates of all groups from the codes of `meanstd`, each read once for all query heads, and what `units`
-shares with it.
+"""Triton: what scores groups from their codes, each read once for all query heads (see `units`).
 
 Integers times a query are a matrix product with as many columns as there are query heads, so it goes to the tensor
 cores (`tl.dot`): rows are groups, columns query heads. 16-bit factors would cost a float32 query half of its digits.
@@ -14,18 +13,14 @@ are codes less their middle: sum level * a = sum code * a - middle * sum a. Whic
 one product takes one code of every byte. AMD's matrix cores flush subnormals on some devices: there integers are
 converted.
 
-The array operations of the same formulas are in `eps_cuda/summaries/`. Tile sizes change speed only; they follow
-from compiled instruction counts and have not been timed on a GPU.
+The array operations of the same formulas are in `eps_core.backend.summaries.rq`. Tile sizes change speed only; they
+follow from compiled instruction counts and have not been timed on a GPU.
 """
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from eps_core.summaries.base import LARGEST_ESTIMATE
 
 CODE_BYTES = 16384  # of codes that one program decodes at most
 BLOCK_GROUPS = 512  # that one program scores at most
@@ -143,43 +138,6 @@ def _add_codes(
     return total
 
 
-@triton.jit
-def _byte_dots(codes, tile, inside, columns, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
-    """int8 or uint8 codes [BLOCK, D] times columns [D, 2 RP] of `_halves`: [BLOCK, RP]."""
-    d = tl.arange(0, DP)
-    c = tl.load(codes + tile[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
-    return _pairs(tl.dot(c.to(tl.float16), columns), BLOCK, RP)
-
-
-@triton.jit
-def _score_meanstd(
-    q, mean, mean_scale, std, std_scale, valid, table, lengths, estimate, stride_b, stride_h, inverse_root,
-    table_units, groups, kv_heads, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
-    GPU: tl.constexpr, S: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK groups of one (sequence, kv head): mean . a + std . |a|."""
-    row = tl.program_id(1)
-    b, h = row // kv_heads, row % kv_heads
-    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    length = tl.load(lengths + b)
-    inside = (g < groups) & (g < (length + S - 1) // S)
-    place, tile = _places(table + b * table_units, g, inside, kv_heads, h, GPU)
-    d, n = tl.arange(0, DP), tl.arange(0, 2 * RP)
-    r = n // 2
-    start = q + b.to(tl.int64) * stride_b + h * R * stride_h
-    a = tl.load(start + r[None, :] * stride_h + d[:, None], mask=(d < D)[:, None] & (r < R)[None, :], other=0.0)
-    a = a.to(tl.float32) * inverse_root
-    power, inverse = _power(tl.max(tl.abs(a), axis=0))
-    a = a * power[None, :]
-    along = _byte_dots(mean, tile, inside, _halves(a, n), D, RP, DP, BLOCK)
-    across = _byte_dots(std, tile, inside, _halves(tl.abs(a), n), D, RP, DP, BLOCK)
-    along_step = tl.load(mean_scale + tile, mask=inside, other=0.0).to(tl.float32)
-    across_step = tl.load(std_scale + tile, mask=inside, other=0.0).to(tl.float32)
-    value = (along * along_step[:, None] + across * across_step[:, None]) * _once(inverse, RP)[None, :]
-    best = _settle(value, R, RP, LARGEST)
-    _store_estimate(best, estimate, valid, place, g, g, row, length, groups, inside, S)
-
-
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 
@@ -210,26 +168,3 @@ def code_shape(head_dim: int, bits: int) -> dict[str, int]:
 
 def _check_layout(*arrays: Tensor) -> None:
     assert all(array.is_contiguous() for array in arrays), "pools, tables and outputs of an earlier kernel are whole"
-
-
-def score_meanstd(
-    q: Tensor, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, *, group_size: int
-) -> Tensor:
-    """Estimates [B, Hkv, G] float32 of log A_p of method `meanstd`, the most of R query heads: +inf inside the sequence
-    without a valid summary (a partial group too), -inf past its end. q [B, Hq, D] unscaled, summary a layer's pools by
-    name: mean [P, Hkv, GPU, D] int8 and std uint8, each with its scale [P, Hkv, GPU] float16; valid [P * GPU] uint8,
-    table [B, M] and lengths [B] int32."""
-    pools = [summary[name] for name in ("mean", "mean_scale", "std", "std_scale")]
-    batch, heads, head_dim = q.shape
-    kv_heads, per_unit = pools[0].shape[1:3]
-    groups, padded = table.shape[1] * per_unit, max(_power_of_two(head_dim), 16)
-    _check_layout(*pools, valid, table, lengths)
-    assert q.stride(-1) == 1
-    estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=q.device)
-    block = _block(batch * kv_heads, groups, padded)
-    _score_meanstd[(triton.cdiv(groups, block), batch * kv_heads)](
-        q, *pools, valid, table, lengths, estimate, q.stride(0), q.stride(1), 1 / math.sqrt(head_dim), table.shape[1],
-        groups, kv_heads, R=heads // kv_heads, D=head_dim, RP=_padded_heads(heads // kv_heads), DP=padded, GPU=per_unit,
-        S=group_size, LARGEST=LARGEST_ESTIMATE, BLOCK=block,
-    )  # fmt: skip
-    return estimate

@@ -286,7 +286,8 @@ def score_units(
     anchors: Tensor | None, *, group_size: int, mean_bits: int, dims: tuple[int, ...],
     subnormal: bool = not torch.version.hip,
 ) -> Tensor:  # fmt: skip
-    """Estimates [B, Hkv, G] float32 of log A_p as `score_meanstd` gives them, each by as much of its code as `depth`
+    """Estimates [B, Hkv, G] float32 of log A_p, +inf inside the sequence without a valid summary (a partial group too),
+    -inf past its end, each by as much of its code as `depth`
     lets be read. With `anchors` [B, Hkv, R] float32 of each query head (`scoring.anchors`), its masses are divided by
     exp of its anchor, and their sum takes the place of the most in what is read last. `summary` has the pools
     [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8, table [B, M] and lengths [B] int32;

@@ -22,8 +22,6 @@ from eps_cuda.kernels.finalize import _finalize_unit, _finalize_values, _sum_row
 TILE = 8192
 LEAST_WIDTH = 8  # dimensions that a program handles at least: one byte of sign codes
 
-NORM_UP = tl.constexpr(1 + 2.0**-16)  # a float32 norm is short by less than 2^-16 of itself
-
 
 @dataclass(frozen=True)
 class UnitPools:
@@ -61,19 +59,10 @@ class CorrectionPools:
 
 
 @triton.jit
-def _raise_norm(largest, row):
-    """largest = max(largest, |row| * NORM_UP), NaN as infinity. Numbers that are not negative order as their bits."""
-    x = row.to(tl.float32)
-    norm = tl.sqrt_rn(tl.sum(x * x)) * NORM_UP
-    norm = tl.where(norm == norm, norm, float("inf"))
-    tl.atomic_max(largest, norm.to(tl.int32, bitcast=True))
-
-
-@triton.jit
 def write_kernel(
     k, v, slots, k_pool, v_pool, finite, valid,
     codes, scale, second, second_scale, signs, unit_mean, unit_mean_scale, more, rest,
-    mean, mean_scale, correction_valid, largest_key, largest_value,
+    mean, mean_scale, correction_valid,
     k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr,
     UNIT: tl.constexpr, SPAN: tl.constexpr, LOG_SPAN: tl.constexpr, LOG_GROUP: tl.constexpr, TAIL: tl.constexpr,
@@ -81,7 +70,7 @@ def write_kernel(
     CODES: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program per (token, kv head). Pointers that are None are left out; `finite` uint8; `largest_*` as int32."""
+    """One program per (token, kv head). Pointers that are None are left out; `finite` uint8."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -121,10 +110,6 @@ def write_kernel(
             total = _sum_rows(rows, value, TAIL, HEAD_DIM, DIM2, LOG_TAIL, LOG_TILE, TOKEN_STRIDE)
             run = (unit * KV_HEADS + head) * (UNIT // TAIL) + offset // TAIL
             _finalize_values(total, run, mean, mean_scale, TAIL, HEAD_DIM, DIM2)
-    if largest_key is not None:
-        _raise_norm(largest_key + head, key)
-    if largest_value is not None:
-        _raise_norm(largest_value + head, value)
 
 
 def _check_units(rq: UnitPools, units: tuple[int, ...], head_dim: int, span_tokens: int) -> list[Tensor]:
@@ -185,8 +170,6 @@ def write_tokens(
     span_tokens: int,
     rq: UnitPools | None,
     correction: CorrectionPools | None,
-    largest_key: Tensor | None,
-    largest_value: Tensor | None,
 ) -> None:
     """Write k, v [N, Hkv, D] to slots [N] int32 (device) of k_pool, v_pool [P, Hkv, U, D]; finalize what they fill.
 
@@ -195,9 +178,8 @@ def write_tokens(
     checked, the host never sees them. `finite` [] bool or uint8 becomes 0 where a stored key is NaN or Inf. `valid`
     [P * U/span_tokens] uint8 becomes 1 for a group whose last slot is written and 0 for one with another slot
     written, whether or not `rq` is given. `rq` and `correction` get the summaries of
-    groups and runs that became full. `largest_key`, `largest_value` [Hkv] float32, not negative, become at least every
-    norm stored. Summaries with own bounds (`rq_bounds`) are not built here: use the array path. All on one device,
-    without synchronisation: fit for a CUDA graph.
+    groups and runs that became full. Bounds are not kept here: use the array path. All on one device, without
+    synchronisation: fit for a CUDA graph.
     """
     num_tokens, kv_heads, head_dim = k.shape
     num_units, pool_heads, unit_tokens, pool_dim = k_pool.shape
@@ -222,8 +204,6 @@ def write_tokens(
         if correction.valid is not None:
             assert correction.valid.dtype == torch.uint8 and correction.valid.shape == (num_units * runs[2],)
             flat.append(correction.valid)
-    largest = [None if one is None else one.view(torch.int32) for one in (largest_key, largest_value)]
-    flat += [one for one in largest if one is not None]
     assert all(one.is_contiguous() for one in flat), "a pool is not contiguous"
     if not num_tokens:
         return
@@ -236,7 +216,6 @@ def write_tokens(
         k, v, slots, k_pool, v_pool, finite.view(torch.uint8), valid,
         *(getattr(rq, name, None) for name in pools),
         *((correction.mean, correction.mean_scale, correction.valid) if correction else (None,) * 3),
-        *largest,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         **constants, **stride_constants(k_pool, v_pool), num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -19,9 +19,9 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from eps_core.backend.pages import Pool
 from eps_mlx.kernels.launch import Kernel, integers, launch
 from eps_mlx.kernels.values import bits_of, elements_of, reading, scales_of, template_of
-from eps_mlx.pages import Pool
 
 # all change speed only
 SIMDGROUP_HEADS = 4

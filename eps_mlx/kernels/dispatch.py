@@ -15,7 +15,6 @@ from eps_mlx.kernels import attend as attend_kernels
 from eps_mlx.kernels import correction as correction_kernels
 from eps_mlx.kernels import rows as rows_kernels
 from eps_mlx.kernels import select as select_kernels
-from eps_mlx.kernels.score_meanstd import score_meanstd
 from eps_mlx.kernels.turn_units import turn_units
 from eps_mlx.kernels.units import read_on, score_units
 from eps_mlx.ops import OPS
@@ -26,7 +25,6 @@ class MetalKernels(GpuKernels):
     attend_groups = attend_kernels.attend_groups
     attend_all_rows = rows_kernels.attend_rows
     attend_skipped = correction_kernels.attend_correction
-    score_meanstd = score_meanstd
     select_topk = select_kernels.select_topk
     compact = select_kernels.compact
     selection_mask = selection_mask

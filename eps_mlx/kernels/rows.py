@@ -16,10 +16,10 @@ import math
 
 import mlx.core as mx
 
+from eps_core.backend.pages import Pool
 from eps_mlx.kernels.attend import READ_PIECE, ROW_LANES, SIMDGROUP_HEADS, check_shapes, merge_splits
 from eps_mlx.kernels.launch import Kernel, integers, launch
 from eps_mlx.kernels.values import bits_of, elements_of, reading, scales_of, template_of
-from eps_mlx.pages import Pool
 
 SPLIT_TOKENS = 512  # of one threadgroup; changes speed and the order of float32 sums
 SIMDGROUPS = 16  # of a threadgroup, at most; changes speed only

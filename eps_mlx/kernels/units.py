@@ -274,7 +274,7 @@ def score_units(
     [P * spans of a unit] uint8 (0: no valid summary), table [B, M] int32, lengths [B] int32."""
     repeat, head_dim = query.turned.shape[2:]
     words, known = layout(summary["mean"], mean_bits, head_dim, repeat)
-    template = {name: known[name] for name in ("WORD", "BITS")} | _template(query, summary)
+    template = known | _template(query, summary)
     num_groups, finalized = table.shape[1] * template["SPU"] * template["N"], template["N"]
     piece = min(PIECE, finalized)
     held = (8 // mean_bits * summary["mean"].shape[-1] + 8 * template["B0"]) * repeat * 4

@@ -9,9 +9,9 @@ from functools import cache
 
 import mlx.core as mx
 
-from eps_mlx import pages
+from eps_core.backend import pages
+from eps_core.backend.pages import CodePool, Pool
 from eps_mlx.kernels.launch import Kernel
-from eps_mlx.pages import CodePool, Pool
 
 _FROM_CODES = """const auto {name}_held = load_piece<{count}>({name}_pool + {first});
                     const float {name}_step = static_cast<float>({name}_scale[place]);

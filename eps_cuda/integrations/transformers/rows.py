@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.backend import pages
 from eps_core.config.cache import CacheSpec
 from eps_core.errors import ConfigError, require
 from eps_core.integrations.kernels import checked_kernels
@@ -19,9 +20,9 @@ from eps_core.integrations.paged import Paged
 from eps_core.integrations.verified import Round
 from eps_core.kv_cache.pool import Sequence as PagedSequence
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_cuda import pages
 from eps_cuda.device import DTYPES
 from eps_cuda.integrations.transformers.attention import left_padding
+from eps_cuda.ops import OPS
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FIRST_ROOM = 256  # tokens of each row beyond its prompt that the first pool has room for
@@ -117,7 +118,7 @@ class Rows:
         )
         with torch.inference_mode():
             for pool, array in ((cache.k, k), (cache.v, v)):
-                pages.write(pool[layer], units, offsets, array.to(pool[layer].dtype))
+                pages.write(OPS, pool[layer], units, offsets, array.to(pool[layer].dtype))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """K, V [B, Hkv, T, D] of one layer, as its stock cache would hold them; zeros for padding."""

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.backend import pages
 from eps_core.errors import require
-from eps_cuda import pages
 from eps_cuda.integrations.vllm.backends import real_rows
 from eps_cuda.integrations.vllm.forward import on_host
+from eps_cuda.ops import OPS
 
 
 class PlainRows:
@@ -50,7 +51,7 @@ class PlainRows:
             cache = runtime.cache
             units, offsets = (torch.from_numpy(part) for part in np.divmod(slots, cache.cache_config.unit_tokens))
             for pool, rows in ((cache.k[place], key), (cache.v[place], value)):
-                pages.write(pool, units, offsets, rows.to(pool.dtype))
+                pages.write(OPS, pool, units, offsets, rows.to(pool.dtype))
 
         runtime.write(place, key, value, slots, plain)
 

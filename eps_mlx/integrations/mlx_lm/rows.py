@@ -9,15 +9,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from eps_core.backend import pages
 from eps_core.config.cache import CacheSpec
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.paged import Paged
 from eps_core.integrations.verified import Round
 from eps_core.kv_cache.pool import Sequence as PagedSequence
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_mlx import pages
 from eps_mlx.cache import pending
 from eps_mlx.device import DTYPES
+from eps_mlx.ops import OPS
 
 FIRST_TOKENS = 1024  # room that a pool begins with
 OPEN_GROUPS = 32  # mlx-lm's batches by default
@@ -146,7 +147,7 @@ class Rows:
         cache = self.paged.cache
         units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.cache_config.unit_tokens))
         for pool, array in ((cache.k, k), (cache.v, v)):
-            pages.write(pool[layer], units, offsets, array.astype(self.dtype))
+            pages.write(OPS, pool[layer], units, offsets, array.astype(self.dtype))
 
     def _slots(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
         if self.round is not None:
