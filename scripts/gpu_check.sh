@@ -69,16 +69,17 @@ tiny=(--context 512 --q-heads 4 --kv-heads 2 --head-dim 32 --method rq@2,box@16 
   --warm-seconds 0)
 shopt -s nullglob
 kernel_tests=(tests/test_triton_*.py)
+all_kernels=(tests/test_conformance.py tests/test_kernel_{attention,scores,select}.py tests/test_rows.py)
 if [ ${#kernel_tests[@]} = 0 ]; then
   echo "=== kernels: FAILED, there are no tests/test_triton_*.py"
   failed+=("kernels")
 elif [ $dry = 1 ]; then
   phase kernels 85 "$python" -c "$some_of_them" 4 "" "${kernel_tests[@]}"
-  phase conformance 45 "$python" -c "$some_of_them" 6 cuda-cpu-triton tests/test_conformance.py
+  phase conformance 75 "$python" -c "$some_of_them" 6 cuda-cpu-triton "${all_kernels[@]}"
 else
   # here they are compiled for this GPU, which says more than compiling them for others
   phase kernels 150 "$python" -m pytest -p no:cacheprovider -k "not compile" "${kernel_tests[@]}"
-  phase conformance 120 "$python" -m pytest -p no:cacheprovider tests/test_conformance.py -k cuda-cuda
+  phase conformance 150 "$python" -m pytest -p no:cacheprovider "${all_kernels[@]}" -k cuda-cuda
 fi
 
 if command -v compute-sanitizer >/dev/null && [ $dry = 0 ]; then

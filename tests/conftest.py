@@ -1,7 +1,8 @@
 """One suite over every backend: absence is loud. `EPS_TEST_BACKENDS` (comma separated) restricts what is asked for.
 
 A test that takes `target` runs on the array operations of every backend and device; marked `kernels(name, ..)`, also
-on the kernels of these names: numba, triton (interpreted where there is no GPU), metal (its text run on the CPU).
+on the kernels of these names: numba, triton (interpreted where there is no GPU), metal (its text run on the CPU); with
+`arrays=False` on these kernels alone; with `methods=(..)` kernels take only the parameters of these summary methods.
 
 The suite has two tiers. `LEFT_OUT` lists, by marker, the tests that are not in the default tier; `--tier default` runs
 all others, `--tier rest` runs these, and pytest without `--tier` runs both.
@@ -37,7 +38,7 @@ REQUESTED = os.environ.get("EPS_TEST_BACKENDS", ",".join(BACKENDS)).split(",")
 
 # patterns of `file::test[parameters]` that the default tier leaves out, by the marker that they get
 LEFT_OUT = {
-    "emulators": ("test_triton_*", "test_metal_*", "*-cpu-triton*", "*-cpu-metal*"),
+    "emulators": ("test_triton_*", "test_metal_*", "test_kernel_mutants.py*", "*-cpu-triton*", "*-cpu-metal*"),
     "engines": ("test_hook_*",),
     "experiments": ("experiments/*",),
     "fuzz": (
@@ -160,7 +161,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=("default", "rest", "all"), default="all", help="part of the suite that is run")
 
 
+def _left_to_arrays(item: pytest.Item) -> bool:
+    """Return whether a test on kernels has a parameter of a method that its mark does not name: array operations score
+    it, and the kernels that attend to it are those of other methods."""
+    marker, called = item.get_closest_marker("kernels"), getattr(item, "callspec", None)
+    methods = marker.kwargs.get("methods") if marker else None
+    if (
+        methods is None
+        or called is None
+        or "target" not in called.params
+        or called.params["target"].kernels == "arrays"
+    ):
+        return False
+    for name, value in called.params.items():
+        config = getattr(value, "config", value) if name in ("case", "config") else None
+        method = value if name == "method" else config and config.cache_config.method
+        if method is not None and method not in methods:
+            return True
+    return False
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not _left_to_arrays(item)]
     tiers: dict[str, list[pytest.Item]] = {"default": [], "rest": []}
     for item in items:
         marker = marker_of(item.nodeid)
@@ -189,7 +211,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     own = getattr(metafunc.module, "target", None)  # a module may have a fixture of that name of its own
     if "target" in metafunc.fixturenames and own is None:
         marker = metafunc.definition.get_closest_marker("kernels")
-        names = ("arrays", *(marker.args if marker else ()))
+        names = () if marker and not marker.kwargs.get("arrays", True) else ("arrays",)
+        names = (*names, *(marker.args if marker else ()))
         chosen = [target for target in TARGETS if target.kernels in names]
         metafunc.parametrize("target", chosen, ids=["-".join(target) for target in chosen], indirect=True)
 
@@ -209,7 +232,7 @@ def target(request: pytest.FixtureRequest) -> Any:
     if kernels == "metal" and device == "cpu":
         from metal import shim
 
-        with shim.installed():
+        with shim.installed(getattr(request.module, "SHIM_ORDERS", shim.SCHEDULES[:1])):
             yield bound(name, kernels), device
     else:
         yield bound(name, kernels), device

@@ -45,7 +45,8 @@ from eps_core.reference import selection as oracle_selection
 from eps_core.reference.formulas import attend_keys, group_masses
 from eps_core.summaries import base as oracle_summaries
 
-pytestmark = pytest.mark.kernels("numba", "triton", "metal")
+# of methods without a kernel of their own, kernels list and attend as for box
+pytestmark = pytest.mark.kernels("numba", "triton", "metal", methods=("off", "rq", "meanstd", "box"))
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 EPSILONS = (0.3, 0.02, 0.0)  # of strict: each extends further

@@ -1,27 +1,21 @@
-"""The compiled CPU kernels over K and V as codes: every value to the last bit, and attention against float64 over what
-the quantiser's formula says is read. Rows are in `test_cpu_rows.py`, CPUs without AVX-512 in `test_cpu_kernels.py`."""
+"""The compiled CPU kernels over K and V as codes: every value to the last bit, and which codes they know. Attention is
+tested with all kernels, in test_kernel_attention.py; CPUs without AVX-512 in test_cpu_kernels.py."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from test_cpu_kernels import kernels_of, writable
+from conftest import bound
+from kernel_scenes import Case, Filled, changed, query
+from test_cpu_kernels import kernels_of
 
-from eps_core.config.cache import CacheSpec
-from eps_core.config.eps import EpsConfig
-from eps_core.cpu import attend as attend_cpu
-from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, add_weighted, dots, widen_rows
 from eps_core.cpu.vectors import HEADS
-from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.load import load_backend
 from eps_core.reference import pages as oracle_pages
-from eps_core.reference.formulas import attend_keys
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16}
@@ -29,10 +23,7 @@ ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16}
 
 @pytest.fixture(params=("cuda", "mlx"))
 def backend(request: pytest.FixtureRequest) -> Any:
-    return load_backend(request.param)
-
-
-# --------------------------------------------------------------------------------------------------------------- values
+    return bound(request.param, "numba")
 
 
 @kernel(fastmath=FAST)
@@ -77,144 +68,6 @@ def test_values_are_the_oracles_to_the_last_bit(bits: int, dtype: str) -> None:
     np.testing.assert_array_equal(sums.reshape(want.shape), want)
 
 
-# ------------------------------------------------------------------------------------------------------------ attention
-
-
-@dataclass(frozen=True)
-class Case:
-    lengths: tuple[int, ...]
-    bits: tuple[int, int]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str = "float32"
-    group_size: int = 4
-
-    def __str__(self) -> str:
-        lengths, (k_bits, v_bits) = "+".join(map(str, self.lengths)), self.bits
-        shape = f"{self.num_heads}q{self.num_kv_heads}kv-D{self.head_dim}-S{self.group_size}"
-        return f"K{k_bits}V{v_bits}-T{lengths}-{shape}-{self.dtype}"
-
-
-CASES = [
-    Case((150, 37), (8, 8), 8, 2, 64),
-    Case((301, 3, 64), (8, 8), 8, 8, 128, "bfloat16", 2),
-    Case((530,), (4, 4), 8, 1, 128, "bfloat16"),
-    Case((150, 1), (4, 4), 4, 1, 64, "float16", 16),
-    Case((290, 41), (8, 4), 16, 2, 64, "bfloat16", 3),
-    Case((290, 41), (4, 8), 4, 4, 128),
-    Case((150, 129), (16, 4), 8, 2, 64, "bfloat16", 1),
-    Case((150, 129), (4, 16), 3, 1, 64, "float16"),
-    Case((300,), (8, 16), 8, 1, 128),
-    Case((150, 37), (16, 8), 6, 2, 33, "bfloat16"),  # rows that begin anywhere
-    Case((150, 37), (4, 4), 6, 2, 34, "bfloat16", 48),
-    Case((1500,), (4, 8), 2, 1, 20, "float16"),  # several tasks
-]
-
-
-class Filled:
-    """A cache with kernels, and what it holds as the formula says, [B][T, Hkv, D] float64 each of K and V."""
-
-    def __init__(self, backend: Any, case: Case) -> None:
-        rng = np.random.default_rng(case.head_dim + sum(case.lengths))
-        self.backend, self.case = backend, case
-        self.config = EpsConfig.of(
-            method="box", group_size=case.group_size, num_sink_tokens=4, num_recent_tokens=8, min_context=0, budget=0.3,
-            block_size=12 if case.group_size == 3 else 16,
-        )  # fmt: skip
-        unit = self.config.cache_config.unit_tokens
-        per_sequence = -(-max(case.lengths) // unit)
-        units = per_sequence * len(case.lengths) + 3
-        order = rng.permutation(units)[: per_sequence * len(case.lengths)].astype(np.int32)
-        self.table, self.lengths = order.reshape(len(case.lengths), -1), np.array(case.lengths)
-        k_bits, v_bits = case.bits
-        spec = CacheSpec(
-            1, case.num_kv_heads, case.head_dim, units, case.dtype, k_bits=k_bits, v_bits=v_bits
-        )  # fmt: skip
-        self.cache = backend.new_cache(spec, self.config.cache_config, "cpu", "numba")
-        self.places = []
-        for table, length in zip(self.table, case.lengths, strict=True):
-            shape = (2, length, case.num_kv_heads, case.head_dim)
-            k, v = (rng.standard_normal(shape) * 10 ** rng.uniform(-1, 1, shape[:-1])[..., None]).astype(np.float32)
-            tokens = np.arange(length)
-            self.places.append((table[tokens // unit], tokens % unit))
-            slots = self.places[-1][0].astype(np.int64) * unit + tokens % unit
-            given = (backend.from_numpy(x, case.dtype, "cpu") for x in (k, v))
-            self.cache = backend.write_kv(self.cache, 0, *given, slots)
-        self.q = rng.standard_normal((len(case.lengths), case.num_heads, case.head_dim)).astype(np.float32)
-        self.native = backend.from_numpy(self.q, "float32", "cpu")
-        self.plan = StepPlan.of(self.config, self.table, self.lengths)
-
-    def held(self) -> list[list[np.ndarray]]:
-        """K and V of each sequence [T, Hkv, D] float64."""
-        found = []
-        for pool, bits in zip((self.cache.k[0], self.cache.v[0]), self.case.bits, strict=True):
-            if bits == 16:
-                values = np.asarray(self.backend.to_numpy(pool))
-            else:
-                codes, scale = (self.backend.to_numpy(x) for x in (pool.codes, pool.scale))
-                if bits == 4:
-                    pairs = np.stack([codes % 16, codes // 16], axis=-1).astype(np.float32) - 8
-                    codes = pairs.reshape(*codes.shape[:-1], -1)
-                values = codes.astype(np.float32) * scale.astype(np.float32)[..., None]
-                values = values.astype(DTYPES[self.case.dtype])
-            found.append([values[units, :, offsets].astype(np.float64) for units, offsets in self.places])
-        return found
-
-    def tokens(self, selection: Any, b: int, h: int) -> np.ndarray:
-        """Listed tokens of a sequence and kv head."""
-        if selection is None:
-            return np.arange(self.lengths[b])
-        size = self.case.group_size
-        groups, counts = (self.backend.to_numpy(x) for x in (selection.groups, selection.counts))
-        listed = (groups[b, h, : counts[b, h], None] * size + np.arange(size)).reshape(-1)
-        return listed[listed < self.lengths[b]]
-
-
-def check(filled: Filled, selection: Any, state: Any) -> None:
-    """(out, lse) against float64 over the tokens of the selection."""
-    case, (keys, values) = filled.case, filled.held()
-    out, lse = (filled.backend.to_numpy(x).astype(np.float64) for x in state)
-    repeat = case.num_heads // case.num_kv_heads
-    for b, head in np.ndindex(len(case.lengths), case.num_heads):
-        tokens = filled.tokens(selection, b, head // repeat)
-        k, v = (x[b][tokens, head // repeat] for x in (keys, values))
-        want, mass = attend_keys(filled.q[b, head].astype(np.float64) / math.sqrt(case.head_dim), k, v)
-        terms = np.abs(k).max(axis=0) @ np.abs(filled.q[b, head]) / math.sqrt(case.head_dim)
-        slack = 8 * 2.0**-23 * (terms + 4)  # of a logit's float32 sum, and of exp
-        assert abs(lse[b, head] - mass) <= slack
-        assert np.abs(out[b, head] - want).max() <= 2 * slack * np.abs(v).max()
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_is_over_what_codes_say(backend, case, threads, monkeypatch) -> None:
-    """Sparse and dense, by the kernels themselves, with the bytes that codes take."""
-    filled, ran = Filled(backend, case), []
-    monkeypatch.setattr(threads_cpu, "num_threads", lambda: threads)
-
-    def run(one: Any, phases: int, *args: Any, alone: bool = False) -> None:
-        ran.append(one)
-        threads_cpu.run(one, phases, *args, alone=alone)
-
-    monkeypatch.setattr(kernels_of(backend), "run", run)
-    selection = backend.select(backend.score(filled.cache, 0, filled.native, filled.plan), filled.plan)
-    for chosen in (selection, None):
-        ran.clear()
-        before = filled.cache.kv_bytes_read
-        state = backend.attend(filled.cache, 0, filled.native, filled.plan, chosen)
-        assert ran == [attend_cpu.attend]
-        check(filled, chosen, state)
-        read = int(backend.to_numpy(selection.counts).sum()) * case.group_size
-        read = read if chosen is not None else int(filled.lengths.sum()) * case.num_kv_heads
-        row = {
-            16: case.head_dim * np.dtype(DTYPES[case.dtype]).itemsize,
-            8: case.head_dim + 2,
-            4: case.head_dim // 2 + 2,
-        }
-        assert filled.cache.kv_bytes_read - before == read * sum(row[bits] for bits in case.bits)
-
-
 def test_kernels_are_asked_for_codes_that_they_know(backend) -> None:
     """Others are read by array operations; writes of codes are array operations, scores read summaries alone."""
     table = kernels_of(backend).table()
@@ -231,35 +84,15 @@ def test_kernels_are_asked_for_codes_that_they_know(backend) -> None:
     assert table.write_kv is None and table.score is not None
 
 
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (16, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_was_not_written_is_not_read(backend, bits, dtype) -> None:
-    """Any code with a scale of NaN behind the last token changes nothing."""
-    filled = Filled(backend, Case((301, 258), bits, 4, 2, 20, dtype))
-    at = (filled.cache, 0, filled.native, filled.plan)
-    selection = backend.select(backend.score(*at), filled.plan)
-    before = [backend.attend(*at, chosen) for chosen in (selection, None)]
-    unit = filled.config.cache_config.unit_tokens
-    with writable(backend):
-        for table, length in zip(filled.table, filled.lengths, strict=True):
-            last, offset = int(table[(length - 1) // unit]), int(length % unit)
-            for pool in (filled.cache.k[0], filled.cache.v[0]):
-                if hasattr(pool, "codes"):
-                    pool.codes[last, :, offset:], pool.scale[last, :, offset:] = 85, float("nan")
-                else:
-                    pool[last, :, offset:] = float("nan")
-    for one, chosen in zip(before, (selection, None), strict=True):
-        for a, b in zip(backend.attend(*at, chosen), one, strict=True):
-            np.testing.assert_array_equal(backend.to_numpy(a), backend.to_numpy(b))
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_value_that_is_no_number_makes_its_readers_nan(backend, bits, dtype) -> None:
     """As over 16 bits; NaN in K is refused before anybody reads it."""
-    filled = Filled(backend, Case((90,), (bits, bits), 4, 2, 36, dtype))
-    with writable(backend):
-        filled.cache.v[0].scale[int(filled.table[0, 1]), 1, 3] = float("nan")
-    out, lse = backend.attend(filled.cache, 0, filled.native, filled.plan, None)
-    out = backend.to_numpy(out)
-    assert np.isnan(out[0, 2:]).all() and np.isfinite(out[0, :2]).all() and np.isfinite(backend.to_numpy(lse)).all()
+    case = Case((90,), head_dim=36, dtype=dtype, bits=(bits, bits))
+    one = Filled(backend, "cpu", case, np.random.default_rng(1))
+    broken = np.zeros(one.cache.v[0].scale.shape, bool)
+    broken[int(one.table[0, 1]), 1, 3] = True
+    one.cache.v[0] = replace(one.cache.v[0], scale=changed(one.cache.v[0].scale, broken, np.full((), np.nan)))
+    q = backend.from_numpy(query(case, one.rng, 1), "float32", "cpu")
+    out, lse = (backend.to_numpy(x) for x in backend.attend(one.cache, 0, q, one.plan, None))
+    assert np.isnan(out[0, 2:]).all() and np.isfinite(out[0, :2]).all() and np.isfinite(lse).all()

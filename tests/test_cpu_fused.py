@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import bound
 from numba import njit
-from test_conformance import Case, eps
-from test_cpu_kernels import Setup, kernels_of, torch_parallel, writable
+from test_conformance import Case, FilledCase, eps
+from test_cpu_kernels import filled, kernels_of, torch_parallel, writable
 from test_cpu_kernels import several_threads as several_threads
 
 from eps_core import reference
@@ -24,7 +25,6 @@ from eps_core.cpu.threads import FAILED, finish, take, wait
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document, decode
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.load import load_backend
 from eps_core.reference.scoring import selection_mask
 
 CASES = [
@@ -67,12 +67,12 @@ REFUSED = [
 
 @pytest.fixture(params=("cuda", "mlx"))
 def backend(request: pytest.FixtureRequest):
-    return load_backend(request.param)
+    return bound(request.param, "numba")
 
 
-def by_parts(backend, s: Setup, plan: StepPlan) -> dict[str, np.ndarray]:
+def by_parts(backend, s: FilledCase) -> dict[str, np.ndarray]:
     """What the layer gives, by the backend's own parts."""
-    at = s.cache, 0, s.native, plan
+    at, plan = (s.cache, 0, s.native, s.plan), s.plan
     scores = backend.score(*at)
     selection = backend.select(scores, plan)
     out, read_lse = backend.attend(*at, selection)
@@ -89,8 +89,8 @@ def found(backend, out, lse, read_lse, selection, skipped) -> dict[str, np.ndarr
     return host | {"uniform": selection.uniform, "always_selected": selection.always_selected}
 
 
-def at_once(backend, s: Setup, plan: StepPlan) -> dict[str, np.ndarray]:
-    one = kernels_of(backend).attend_fused(s.cache, 0, s.native, plan)
+def at_once(backend, s: FilledCase, plan: StepPlan | None = None) -> dict[str, np.ndarray]:
+    one = kernels_of(backend).attend_fused(s.cache, 0, s.native, plan or s.plan)
     return found(backend, one.out, one.lse, one.read_lse, one.selection, one.skipped)
 
 
@@ -101,12 +101,11 @@ def check_same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> Non
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_layer_is_its_parts_to_the_last_bit(backend, case):
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
+    s = filled(backend, case)
     before = s.cache.kv_bytes_read
-    wanted = by_parts(backend, s, plan)
+    wanted = by_parts(backend, s)
     between = s.cache.kv_bytes_read
-    check_same(at_once(backend, s, plan), wanted)
+    check_same(at_once(backend, s), wanted)
     assert s.cache.kv_bytes_read - between == between - before > 0
 
 
@@ -114,10 +113,9 @@ def test_the_layer_is_its_parts_to_the_last_bit(backend, case):
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_short_queries_round_out_once(backend, case, dtype, rounding):
     """The parts round before the skipped-mass correction is added, too: the same but for that."""
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
+    s = filled(backend, case)
     s.native = backend.from_numpy(s.q, dtype, "cpu")
-    got, wanted = at_once(backend, s, plan), by_parts(backend, s, plan)
+    got, wanted = at_once(backend, s), by_parts(backend, s)
     out, theirs = (one.pop("out").astype(np.float32) for one in (got, wanted))
     assert np.abs(out - theirs).max() <= 2 * rounding * np.abs(theirs).max()
     check_same(got, wanted)
@@ -125,45 +123,43 @@ def test_short_queries_round_out_once(backend, case, dtype, rounding):
 
 @pytest.mark.parametrize("heads, head_dim", [(5, 128), (8, 64), (8, 256)])
 def test_a_query_of_another_shape_is_refused(backend, heads, head_dim):
-    s = Setup(backend, CASES[0])
-    plan = StepPlan.of(CASES[0].config, s.table, s.lengths)
+    s = filled(backend, CASES[0])
     q = backend.from_numpy(np.ones((2, heads, head_dim), np.float32), "float32", "cpu")
     with pytest.raises(ValueError, match=f"q has {heads} heads of {head_dim}"):
-        gate.sparse_attention(backend, s.cache, 0, q, plan)
+        gate.sparse_attention(backend, s.cache, 0, q, s.plan)
 
 
 def test_views_end_with_what_they_show():
     """Torch: pools that grew are seen again, and nothing keeps the old ones."""
-    backend, case = load_backend("cuda"), CASES[0]
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    wanted = at_once(backend, s, plan)
+    backend, case = bound("cuda", "numba"), CASES[0]
+    s = filled(backend, case)
+    wanted = at_once(backend, s)
     assert s.cache.views
     held = len(s.cache.views)
-    check_same(at_once(backend, s, plan), wanted)
+    check_same(at_once(backend, s), wanted)
     assert len(s.cache.views) == held
     old = s.cache.k[0].data_ptr()
     s.cache = backend.grow(s.cache, 2 * s.cache.spec.num_units)
     assert not s.cache.views and s.cache.k[0].data_ptr() != old
     with writable(backend):
         s.cache.k[0].mul_(0)  # in the new pool
-    assert not np.array_equal(at_once(backend, s, plan)["out"], wanted["out"])
+    assert not np.array_equal(at_once(backend, s)["out"], wanted["out"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_layer_follows_the_oracle(backend, case):
     """Its estimates are judged among the kernels of scoring; here lists are taken as they are."""
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    got = at_once(backend, s, plan)
-    scores = reference.score(s.reference, 0, s.q, plan)
+    s = filled(backend, case)
+    plan = s.plan
+    got = at_once(backend, s)
+    scores = reference.score(s.ref_cache, 0, s.q, plan)
     selection = replace(reference.select(scores, plan), groups=got["groups"], counts=got["counts"], selected_mask=None)
     assert np.array_equal(selection_mask(selection, plan.num_groups), got["visit"])
-    out, lse = reference.attend(s.reference, 0, s.q, plan, selection)
+    out, lse = reference.attend(s.ref_cache, 0, s.q, plan, selection)
     tolerance = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}[case.dtype]
     np.testing.assert_allclose(got["read lse"], lse, atol=max(tolerance, 1e-3))
     if case.config.cache_config.correction_tokens:
-        correction = reference.attend_correction(s.reference, 0, plan, scores, selection, lse)
+        correction = reference.attend_correction(s.ref_cache, 0, plan, scores, selection, lse)
         out, lse = reference.merge((out, lse), correction)
     np.testing.assert_allclose(got["lse"], lse, atol=max(tolerance, 2e-2))
     np.testing.assert_allclose(got["out"], out, atol=max(tolerance, 2e-2))
@@ -171,15 +167,14 @@ def test_the_layer_follows_the_oracle(backend, case):
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_what_it_does_not_take_is_left_to_the_parts(backend, case):
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    assert kernels_of(backend).table().attend_fused(s.cache, 0, s.native, plan) is None
+    s = filled(backend, case)
+    assert kernels_of(backend).table().attend_fused(s.cache, 0, s.native, s.plan) is None
 
 
 def test_codes_that_kernels_do_not_read_are_left_to_the_parts(backend):
     choose = importlib.import_module(f"{backend.__name__}.kernels.choose")
     case = Case((150,), eps("rq", group_size=2), bits=(8, 8), dtype="bfloat16")
-    cache = Setup(backend, case).cache
+    cache = filled(backend, case).cache
     kernel, plan = choose.kernel_of(cache, "attend_fused"), StepPlan.of(case.config, np.zeros((1, 5), np.int32), [150])
     assert kernel.unsupported(cache, 0, None, plan) is None
     odd = replace(cache, spec=replace(cache.spec, k_bits="fp8"))
@@ -189,9 +184,8 @@ def test_codes_that_kernels_do_not_read_are_left_to_the_parts(backend):
 def test_gated_layers_take_it(backend):
     """`sparse_attention` asks no part for what one kernel does, timed or not."""
     case = CASES[0]
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    wanted = by_parts(backend, s, plan)
+    s = filled(backend, case)
+    wanted = by_parts(backend, s)
     asked: list[str] = []
 
     def counted(name: str):
@@ -205,14 +199,14 @@ def test_gated_layers_take_it(backend):
 
     def taken(**how) -> list[str]:
         asked.clear()
-        out, read = gate.sparse_attention(own, s.cache, 0, s.native, plan, **how)
+        out, read = gate.sparse_attention(own, s.cache, 0, s.native, s.plan, **how)
         (stats,), (out, lse) = gate.collect(own, s.cache, [read], out, read.lse)
         np.testing.assert_array_equal(out, wanted["out"])
         np.testing.assert_array_equal(lse, wanted["lse"])
         np.testing.assert_array_equal(stats.counts, wanted["counts"])
         np.testing.assert_array_equal(stats.skipped_mass, wanted["skipped"])
         np.testing.assert_array_equal(stats.always_selected, wanted["always_selected"])
-        assert stats.summary_bytes_read == plan.summary_bytes(s.cache.spec) > 0
+        assert stats.summary_bytes_read == s.plan.summary_bytes(s.cache.spec) > 0
         timed = stats.prepass_ms, stats.attention_ms
         assert timed == (None, None) if "clock" not in how else min(timed) > 0 and sum(timed) == pytest.approx(1000)
         return sorted(asked)
@@ -225,7 +219,7 @@ def test_gated_layers_take_it(backend):
 def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
     """Of 1,000 ns scoring and selecting took 200, so of the second that the layer took 0.2."""
     case, module = CASES[0], kernels_of(backend)
-    s, real = Setup(backend, case), module.run
+    s, real = filled(backend, case), module.run
 
     def run(kernel, phases, stamps, *args, **about):
         real(kernel, phases, stamps, *args, **about)
@@ -234,8 +228,7 @@ def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
 
     monkeypatch.setattr(module, "run", run)
     seconds = iter([5.0, 6.0])
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    _, read = gate.sparse_attention(backend, s.cache, 0, s.native, plan, clock=lambda cache, *arrays: next(seconds))
+    _, read = gate.sparse_attention(backend, s.cache, 0, s.native, s.plan, clock=lambda cache, *arrays: next(seconds))
     assert read.stats.prepass_ms == pytest.approx(200) and read.stats.attention_ms == pytest.approx(800)
 
 
@@ -260,11 +253,10 @@ def test_a_run_takes_it_in_every_layer_of_every_step(monkeypatch):
 @pytest.mark.parametrize("whole_rows", [False, True])
 def test_bits_do_not_depend_on_what_runs_it(number, whole_rows, monkeypatch):
     """Torch's team of any size, threads of our own, the caller alone."""
-    backend, case = load_backend("cuda"), CASES[2]
+    backend, case = bound("cuda", "numba"), CASES[2]
     torch, module = importlib.import_module("torch"), kernels_of(backend)
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    wanted = at_once(backend, s, plan)
+    s = filled(backend, case)
+    wanted = at_once(backend, s)
     monkeypatch.setattr(calls, "ROWS_PER_THREAD", 0 if whole_rows else 100)
     monkeypatch.setattr(threads_cpu, "num_threads", lambda: number)
     monkeypatch.setattr(threads_cpu, "_helpers", [])  # those of this number end with nobody who asks them
@@ -295,10 +287,9 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_wrong_order_fails(name):
     """The same kernel with one line changed, run alone and in Python, where a wait for what never comes ends."""
-    backend, case = load_backend("cuda"), CASES[0]
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    wanted = by_parts(backend, s, plan)
+    backend, case = bound("cuda", "numba"), CASES[0]
+    s = filled(backend, case)
+    wanted = by_parts(backend, s)
     source, (old, new) = inspect.getsource(fused), BROKEN[name]
     assert source.count(old) == 1, f"{old!r} is not there once: the mutant tests nothing"
     scope: dict[str, object] = {}
@@ -320,26 +311,25 @@ def test_a_wrong_order_fails(name):
         patch.setattr(kernels_of(backend), "run", run)
         if name == "phases of another part":
             # what waits for a phase that others finished, or took, reads lists too early or nothing
-            got = at_once(backend, s, plan)
+            got = at_once(backend, s)
             assert any(not np.array_equal(got[key], value) for key, value in wanted.items())
             return
         with pytest.raises(AssertionError):
-            check_same(at_once(backend, s, plan), wanted)
+            check_same(at_once(backend, s), wanted)
 
 
 def test_the_right_order_passes_that_check():
     """The harness of the test above, with nothing changed."""
-    backend, case = load_backend("cuda"), CASES[0]
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    wanted = by_parts(backend, s, plan)
+    backend, case = bound("cuda", "numba"), CASES[0]
+    s = filled(backend, case)
+    wanted = by_parts(backend, s)
 
     def run(kernel, phases, *args, alone=False):
         kernel(threads_cpu.new_progress(phases), *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels_of(backend), "run", run)
-        check_same(at_once(backend, s, plan), wanted)
+        check_same(at_once(backend, s), wanted)
 
 
 @njit(nogil=True)

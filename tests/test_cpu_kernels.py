@@ -8,33 +8,18 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import bound
 from numba import njit
 from numba.core.codegen import get_host_cpu_features
 from places import place
-from test_conformance import (
-    Case,
-    Truth,
-    allowance,
-    check_attend,
-    check_certificate,
-    check_scores,
-    check_scoring,
-    check_selection,
-    check_tail,
-    eps,
-    make_kv,
-    scores_on_host,
-    write_all,
-)  # fmt: skip
+from test_conformance import Case, FilledCase, check_attend, check_scoring, eps, run_case
 
-from eps_core import reference
+from eps_core.attention import kernels as choices
 from eps_core.attention.kernels import _name_fallback
-from eps_core.attention.protocol import Scores, Selection
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu import attend, calls, openmp
@@ -77,7 +62,7 @@ CASES = [
 
 @pytest.fixture(params=("cuda", "mlx"))
 def backend(request: pytest.FixtureRequest):
-    return load_backend(request.param)
+    return bound(request.param, "numba")
 
 
 @pytest.fixture(autouse=True)
@@ -99,154 +84,45 @@ def kernels_of(backend):
     return importlib.import_module(f"{backend.__name__}.kernels.cpu").kernels
 
 
-class Setup:
-    """A written cache with kernels, the oracle's, and a query."""
-
-    def __init__(self, backend, case: Case) -> None:
-        rng = np.random.default_rng(sum(case.lengths) + case.head_dim)
-        spec = case.spec
-        self.keys, self.values = make_kv(case, rng)
-        q = rng.normal(size=(len(case.lengths), case.num_heads, case.head_dim)) * case.scale_q
-        self.q = q.astype(np.float32)
-        cache = backend.new_cache(spec, case.config.cache_config, "cpu", "numba")
-        self.cache, self.table, self.lengths = write_all(backend, "cpu", case, cache, self.keys, self.values)
-        ref_cache = reference.new_cache(spec, case.config.cache_config)
-        self.reference, _, _ = write_all(reference, "cpu", case, ref_cache, self.keys, self.values)
-        self.native = backend.from_numpy(self.q, "float32", "cpu")
-        # a view of the same cache that knows no kernels
-        self.arrays = replace(self.cache, kernels="arrays")
+def filled(backend, case: Case) -> FilledCase:
+    return FilledCase(backend, "cpu", case, sum(case.lengths) + case.head_dim)
 
 
+def check_kernels(target, case: Case, monkeypatch) -> None:
+    """`run_case` by the kernels themselves: array operations serve where a policy is not topk alone."""
+    left = set()
+    monkeypatch.setattr(choices, "_name_fallback", lambda family, operation, reason: left.add(operation))
+    run_case(*target, case)
+    assert left <= ({"select", "skipped_mass"} if case.config.selection_config.policy != "topk" else set())
+
+
+@pytest.mark.kernels("numba", arrays=False)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_follow_oracle_and_arrays(backend, case):
-    s, kernels = Setup(backend, case), kernels_of(backend)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    at = (0, s.native, plan)
-    scores, plain = kernels.score(s.cache, *at), backend.score(s.arrays, *at)
-    assert scores is not None and scores.kernels == "numba" and plain.kernels == "arrays"
-    check_scores(backend, case, scores, reference.score(s.reference, 0, s.q, plan), s.q, s.keys, s.table,
-                 s.lengths)  # fmt: skip
-    check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
-    own = scores_on_host(backend, scores)
-    selected = backend.select(scores, plan)
-    covered = case.config.selection_config.policy == "topk"
-    assert (kernels.table().select(scores, plan) is not None) == covered
-    wanted = reference.select(own, plan)
-    check_selection(backend, selected, wanted)
-    check_selection(backend, backend.select(replace(scores, kernels="arrays"), plan), wanted)
-    if covered:
-        listed = np.zeros(own.estimate.shape, bool)
-        for b, h in np.ndindex(*listed.shape[:2]):
-            listed[b, h, wanted.groups[b, h, : wanted.counts[b, h]]] = True
-        assert (backend.to_numpy(selected.selected_mask) == listed).all()
-    for chosen in (selected, None):
-        state = check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, chosen)
-        for one, other in zip(state, backend.attend(s.arrays, *at, chosen), strict=True):
-            assert np.abs(one - backend.to_numpy(other)).max() <= 16 * allowance(case, s.keys, s.q)
-    check_tail(backend, case, s.cache, s.reference, s.native, scores, selected, s.table, s.lengths)
-    if case.config.cache_config.has_bounds:
-        truth = Truth(case, s.q, s.keys, s.values, s.lengths)
-        state = backend.attend(s.cache, *at, selected)
-        check_certificate(backend, case, s.cache, s.reference, scores, selected, state, truth)
-
-
-def test_equal_estimates_go_to_the_lower_index():
-    """Ties, zeros of both signs, and estimates that differ in their last bit only: the oracle's lists."""
-    rng = np.random.default_rng(0)
-    base = np.array([-0.0, 0.0, 1.0, -1.0, 1e38, 2.0**-140], np.float32)
-    for groups in (1, 3, 50, 5000):
-        estimate = rng.choice(base, (3, 2, groups)) + 0
-        estimate[:, 1] = np.nextafter(np.float32(1), rng.choice(np.float32([0, 1, 2]), (3, groups)))
-        lengths = np.array([groups * 4, max(groups * 4 - 7, 1), 1])
-        for b, length in enumerate(lengths):
-            estimate[b, :, -(-length // 4) :] = -np.inf
-            estimate[b, :, rng.integers(0, -(-length // 4), 2)] = np.inf
-        always_selected = place(eps("rq"), lengths, groups).always_selected
-        missing = (np.isposinf(estimate[:, 0]) & ~always_selected).sum(axis=1)
-        estimate[:, 1] = np.where(np.isposinf(estimate[:, 0]), np.inf, estimate[:, 1])
-        estimate[:, 1][np.isneginf(estimate[:, 0])] = -np.inf
-        for budget in (0.001, 0.3, 0.9, 1.0):
-            config = eps("rq", budget=budget)
-            scores = Scores(estimate.astype(np.float64), None, None, missing)
-            plan = place(config, lengths, groups)
-            wanted = reference.select(scores, plan)
-            got_groups, counts, uniform, got_forced, _ = kernels_cpu.select(plan, estimate, missing, threads_cpu.run)
-            assert (counts == wanted.counts).all() and (counts == uniform[:, None]).all()
-            assert (got_forced == wanted.always_selected).all()
-            for b, h in np.ndindex(3, 2):
-                assert got_groups[b, h, : counts[b, h]].tolist() == wanted.groups[b, h, : counts[b, h]].tolist()
-                assert (got_groups[b, h, counts[b, h] :] == -1).all()
-
-
-@pytest.mark.parametrize("method, size", [("box", 4), ("box", 128), ("rq", 2)])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_unwritten_tail_is_never_read(backend, method, size, dtype):
-    """NaN behind the last token of K and V changes nothing, listed or dense."""
-    case = Case((301, 258), eps(method, group_size=size, correction_tokens=0), dtype=dtype, head_dim=20)
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    at = (0, s.native, plan)
-    selected = backend.select(backend.score(s.cache, *at), plan)
-    before = [backend.attend(s.cache, *at, chosen) for chosen in (selected, None)]
-    with writable(backend):
-        for b, length in enumerate(s.lengths):
-            unit, offset = (
-                s.table[b, (length - 1) // case.config.cache_config.unit_tokens],
-                length % case.config.cache_config.unit_tokens,
-            )
-            for pool in (s.cache.k, s.cache.v):
-                pool[0][int(unit), :, int(offset) :] = float("nan")
-    for (out, lse), chosen in zip(before, (selected, None), strict=True):
-        again = backend.attend(s.cache, *at, chosen)
-        assert (backend.to_numpy(again[0]) == backend.to_numpy(out)).all()
-        assert (backend.to_numpy(again[1]) == backend.to_numpy(lse)).all()
-
-
-def test_lists_of_any_length_and_exact_bytes(backend):
-    """Heads that list nothing give 0 and -inf; every listed tile counts once, dense reads count tokens."""
-    case = Case((150, 37), eps("box"), dtype="bfloat16", head_dim=33, num_heads=6, num_kv_heads=2)
-    s, kernels = Setup(backend, case), kernels_of(backend)
-    groups = np.full((2, 2, 30), -1, np.int32)
-    groups[0, 1, :3], groups[1, 0, :10] = (0, 5, 37), range(10)
-    counts = np.array([[0, 3], [10, 0]], np.int32)
-    make = importlib.import_module("torch").from_numpy if backend.__name__ == "eps_cuda" else type(s.native)
-    selection = Selection(make(groups), make(counts), None, np.zeros(2, np.int64))
-    before = s.cache.kv_bytes_read
-    out, lse = (
-        backend.to_numpy(x)
-        for x in kernels.attend(s.cache, 0, s.native, StepPlan.of(case.config, s.table, s.lengths), selection)
-    )
-    assert s.cache.kv_bytes_read - before == 13 * case.config.cache_config.S * s.cache.spec.kv_token_bytes
-    assert (out[0, :3] == 0).all() and np.isneginf(lse[0, :3]).all()
-    assert (out[1, 3:] == 0).all() and np.isneginf(lse[1, 3:]).all()
-    assert (out[0, 3:] != 0).all() and np.isfinite(lse[0, 3:]).all() and np.isfinite(lse[1, :3]).all()
-    before = s.cache.kv_bytes_read
-    kernels.attend(s.cache, 0, s.native, StepPlan.of(case.config, s.table, s.lengths), None)
-    assert s.cache.kv_bytes_read - before == 2 * int(s.lengths.sum()) * s.cache.spec.kv_token_bytes
+def test_kernels_follow_the_reference(target, case, monkeypatch):
+    check_kernels(target, case, monkeypatch)
 
 
 def test_logits_past_what_exp_holds(backend):
     """Logits of hundreds: weights far below the largest vanish, none overflows."""
     case = Case((300, 37), eps("box"), scale_q=60.0, kind="outlier")
-    s = Setup(backend, case)
-    out, lse = check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, None)
+    s = filled(backend, case)
+    out, lse = check_attend(backend, case, s.cache, s.ref_cache, s.q, s.native, s.table, s.lengths, None)
     assert lse.max() > 500 and np.isfinite(out).all()
 
 
 def test_what_has_no_kernel_says_so(backend):
     for config in (eps("moments"), eps("jl"), eps("box"), eps("ball"), eps("rq", rq_bounds=True, group_size=16)):
-        s = Setup(backend, Case((300,), config))
-        assert kernels_of(backend).table().score(s.cache, 0, s.native, StepPlan.of(config, s.table, s.lengths)) is None
+        s = filled(backend, Case((300,), config))
+        assert kernels_of(backend).table().score(s.cache, 0, s.native, s.plan) is None
 
 
 def test_a_fallback_names_itself_once(backend, caplog):
     _name_fallback.cache_clear()
     config = eps("box")
-    s = Setup(backend, Case((300,), config))
-    plan = StepPlan.of(config, s.table, s.lengths)
+    s = filled(backend, Case((300,), config))
     with caplog.at_level("WARNING", "eps"):
         for _ in range(2):
-            assert backend.score(s.cache, 0, s.native, plan).upper is not None  # array operations serve
+            assert backend.score(s.cache, 0, s.native, s.plan).upper is not None  # array operations serve
     assert [record.message for record in caplog.records] == [
         "kernels numba do not support score of method box: array operations instead"
     ]
@@ -274,17 +150,13 @@ def test_calls_from_several_threads(backend):
     """Callers do not disturb each other, and give what one of them gives alone."""
     kernels = kernels_of(backend)
     case = Case((600, 290), eps("rq", group_size=2))
-    s = Setup(backend, case)
-    expected = backend.to_numpy(
-        backend.attend(s.cache, 0, s.native, StepPlan.of(case.config, s.table, s.lengths), None)[0]
-    )
+    s = filled(backend, case)
+    expected = backend.to_numpy(backend.attend(s.cache, 0, s.native, s.plan, None)[0])
     wrong = []
 
     def call() -> None:
         for _ in range(30):
-            out = kernels_cpu.attend(
-                s.cache, 0, s.q, StepPlan.of(case.config, s.table, s.lengths), None, kernels.host, kernels.run
-            )[0]
+            out = kernels_cpu.attend(s.cache, 0, s.q, s.plan, None, kernels.host, kernels.run)[0]
             if not np.array_equal(out, expected):
                 wrong.append(out)
 
@@ -416,12 +288,12 @@ def test_a_library_without_openmp_has_no_team():
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_torch_without_a_team_uses_helpers(monkeypatch, case):
     """Where GOMP_parallel is missing: the same values from threads of our own."""
-    backend = load_backend("cuda")
-    s, kernels = Setup(backend, case), kernels_of(backend)
+    backend = bound("cuda", "numba")
+    s, kernels = filled(backend, case), kernels_of(backend)
     monkeypatch.setattr("eps_cuda.kernels.cpu._team", lambda: (threads_cpu.run, threads_cpu.num_threads))
-    scores = kernels.score(s.cache, 0, s.native, StepPlan.of(case.config, s.table, s.lengths))
-    check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
-    check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, None)
+    scores = kernels.score(s.cache, 0, s.native, s.plan)
+    check_scoring(backend, case, s.cache, s.ref_cache, scores, s.q, s.keys, s.table, s.lengths)
+    check_attend(backend, case, s.cache, s.ref_cache, s.q, s.native, s.table, s.lengths, None)
 
 
 @pytest.mark.parametrize("name, features", [

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernel_scenes import Case, Filled, query
 from test_cpu_kernels import kernels_of
-from test_rows import Case, Filled, query
 
 from eps_core import reference
 from eps_core.cpu import amx, rows_amx

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_conformance import Case, check_scoring, check_selection, eps, scores_on_host
-from test_cpu_kernels import Setup, kernels_of
+from conftest import bound
+from test_conformance import Case, FilledCase, eps
+from test_cpu_kernels import check_kernels, filled, kernels_of
 
-from eps_core import reference
 from eps_core.cpu import best, kernels, unit_queries, unit_vectors
 from eps_core.cpu import threads as threads_cpu
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.load import load_backend
 from eps_core.summaries.rq import QUERY_STEPS, rq_signs
 
 CASES = [
@@ -67,21 +66,13 @@ SUMMED = [
 
 @pytest.fixture(params=("cuda", "mlx"))
 def backend(request: pytest.FixtureRequest):
-    return load_backend(request.param)
+    return bound(request.param, "numba")
 
 
+@pytest.mark.kernels("numba", arrays=False)
 @pytest.mark.parametrize("case", [*CASES, *SUMMED], ids=str)
-def test_scores_follow_oracle_and_arrays(backend, case):
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
-    scores = kernels_of(backend).score(s.cache, 0, s.native, plan)
-    plain = backend.score(s.arrays, 0, s.native, plan)
-    assert scores is not None and scores.kernels == "numba" and plain.kernels == "arrays"
-    check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
-    assert (np.asarray(scores.num_missing) == np.asarray(plain.num_missing)).all()
-    np.testing.assert_allclose(backend.to_numpy(scores.estimate), backend.to_numpy(plain.estimate), 1e-5, 1e-4)
-    wanted = reference.select(scores_on_host(backend, scores), plan)
-    check_selection(backend, backend.select(scores, plan), wanted)
+def test_scores_follow_the_reference(target, case, monkeypatch):
+    check_kernels(target, case, monkeypatch)
 
 
 @pytest.mark.parametrize("number", (1, 4))
@@ -90,7 +81,7 @@ def test_layers_share_what_they_know_and_no_result(backend, case, number, monkey
     """What one step's layers find once changes no result of another layer's, of the same cache or of one in which other
     groups lack a summary, with as many query heads or twice as many; a layer like one before finds nothing again."""
     monkeypatch.setattr(threads_cpu, "num_threads", lambda: number)
-    setups = [Setup(backend, case), Setup(backend, case)]
+    setups = [filled(backend, case), filled(backend, case)]
     state = setups[1].cache.state[0]
     state.fill[: state.fill.size // 2], state.history = 0, state.history + 1
     many = np.repeat(setups[0].q, 2, axis=1)
@@ -99,7 +90,7 @@ def test_layers_share_what_they_know_and_no_result(backend, case, number, monkey
     def on_host(array: object) -> np.ndarray:
         return array if isinstance(array, np.ndarray) else backend.to_numpy(array)
 
-    def read(s: Setup, q: object, plan: StepPlan) -> list[object]:
+    def read(s: FilledCase, q: object, plan: StepPlan) -> list[object]:
         scores = kernels_of(backend).score(s.cache, 0, q, plan)
         chosen = kernels_of(backend).select(scores, plan)
         parts = [kernels_of(backend).attend(s.cache, 0, q, plan, selection) for selection in (chosen, None)]
@@ -129,20 +120,20 @@ def test_layers_share_what_they_know_and_no_result(backend, case, number, monkey
 
 def test_groups_that_fill_no_register_are_left_to_arrays(backend):
     case = Case((300,), eps("rq", mean_tokens=32, group_size=4, cascade=(0.25,)))
-    s = Setup(backend, case)
-    assert kernels_of(backend).table().score(s.cache, 0, s.native, StepPlan.of(case.config, s.table, s.lengths)) is None
+    s = filled(backend, case)
+    assert kernels_of(backend).table().score(s.cache, 0, s.native, s.plan) is None
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, 1e4, 100.0, 1e-45, 0.0])
 @pytest.mark.parametrize("case", (CASES[0], SUMMED[2]), ids=str)
 def test_odd_queries(backend, case, odd):
     """What is not finite ranks first; what is too small to round is read as the mean alone."""
-    s = Setup(backend, case)
+    s = filled(backend, case)
     q = s.q.copy()
     q[0, : case.num_heads // case.num_kv_heads] = odd
-    native, plan = backend.from_numpy(q, "float32", "cpu"), StepPlan.of(case.config, s.table, s.lengths)
+    native, plan = backend.from_numpy(q, "float32", "cpu"), s.plan
     scores = kernels_of(backend).score(s.cache, 0, native, plan)
-    plain = backend.score(s.arrays, 0, native, plan)
+    plain = backend.score(replace(s.cache, kernels="arrays"), 0, native, plan)
     tolerance = 1e-6 * (odd if 100 < odd < np.inf else 100)
     np.testing.assert_allclose(backend.to_numpy(scores.estimate), backend.to_numpy(plain.estimate), 1e-5, tolerance)
 
@@ -150,9 +141,8 @@ def test_odd_queries(backend, case, odd):
 @pytest.mark.parametrize("case", (CASES[1], SUMMED[1]), ids=str)
 def test_bits_do_not_depend_on_threads(case, monkeypatch):
     """Nor on how many rows are scored at once."""
-    backend = load_backend("cuda")
-    s = Setup(backend, case)
-    plan = StepPlan.of(case.config, s.table, s.lengths)
+    backend = bound("cuda", "numba")
+    s = filled(backend, case)
     found = []
     for number, alone in ((1, True), (1, False), (2, False), (4, True), (4, False)):
         with monkeypatch.context() as patch:
@@ -162,7 +152,7 @@ def test_bits_do_not_depend_on_threads(case, monkeypatch):
                 patch.undo()
                 threads_cpu.run(*args, alone=alone)
 
-            found.append(kernels.score(s.cache, 0, s.q, plan, lambda x: x.numpy(), run)[0])
+            found.append(kernels.score(s.cache, 0, s.q, s.plan, lambda x: x.numpy(), run)[0])
     assert all((one == found[0]).all() for one in found)
 
 
@@ -254,9 +244,9 @@ def test_seals_are_bit_equal(backend, config, head_dim):
 
 def test_overwritten_units_have_no_estimate():
     """A finalize whose fill went back is read whole until it is full again."""
-    backend, case = load_backend("cuda"), CASES[0]
-    s = Setup(backend, case)
-    cache_config, plan = case.config.cache_config, StepPlan.of(case.config, s.table, s.lengths)
+    backend, case = bound("cuda", "numba"), CASES[0]
+    s = filled(backend, case)
+    cache_config, plan = case.config.cache_config, s.plan
     span = int(s.table[0, 2]) * cache_config.spans_per_unit
     s.cache.state[0].fill[span] = 5
     for cache in (s.cache, replace(s.cache, kernels="arrays")):
