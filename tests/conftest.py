@@ -79,8 +79,6 @@ LEFT_OUT = {
         "test_real_model.py*",
         "test_release.py*",
         "test_sampling.py::test_what_is_said_is_drawn_from_the_target*",
-        "test_scripts.py::test_tables_of_a_folder_*",
-        "test_scripts.py::test_the_published_tables_*",
         "test_stored.py::test_a_second_run_*",
         "test_stored.py::test_a_wrong_file_*",
         "test_strided.py*",

@@ -67,53 +67,6 @@ def test_slots_tables_and_lengths():
     assert memory.pool.table([]).shape == (0, 0)
 
 
-def test_same_prompt_shares_its_full_units():
-    memory = Memory(16, 4)
-    prompt = list(range(10))
-    first, shared = memory.open(prompt)
-    assert shared == 0
-    second, shared = memory.open([*prompt[:8], 99, 98, 97])
-    assert shared == 8 and second.table[:2] == first.table[:2] and second.table[2] != first.table[2]
-    assert memory.pool.num_free == 16 - 4
-    assert memory.read(first) == prompt and memory.read(second) == [*prompt[:8], 99, 98, 97]
-    memory.pool.check()
-
-
-def test_last_token_is_never_shared():
-    memory = Memory(16, 4)
-    memory.open(list(range(8)))
-    assert [memory.pool.open(range(n))[1] for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 4, 4, 8]
-
-
-def test_a_unit_is_shared_only_after_the_same_beginning():
-    memory = Memory(16, 2)
-    memory.open([1, 2, 3, 4, 5])
-    assert memory.pool.open([9, 9, 3, 4, 5])[1] == 0
-    assert memory.pool.open([1, 2, 9, 9, 5, 6, 7])[1] == 2
-
-
-def test_full_units_stay_shared_while_forks_grow():
-    memory = Memory(16, 4)
-    first, _ = memory.open(list(range(8)))
-    second = memory.pool.fork(first)
-    assert memory.append(first, [8]) == [] and memory.append(second, [80]) == []
-    assert first.table[:2] == second.table[:2] and first.table[2] != second.table[2]
-    memory.pool.check()
-
-
-def test_copy_on_write_copies_only_the_open_unit():
-    memory = Memory(16, 4)
-    first, _ = memory.open(list(range(10)))
-    second = memory.pool.fork(first)
-    assert memory.pool.num_free == 13
-    open_unit = first.table[2]
-    assert memory.append(second, [10, 11, 12]) == [(open_unit, second.table[2])]
-    assert memory.append(first, [20]) == []  # the open unit is its own again
-    assert first.table[:2] == second.table[:2] and first.table[2] == open_unit
-    assert memory.read(first) == [*range(10), 20] and memory.read(second) == list(range(13))
-    memory.pool.check()
-
-
 def test_out_of_units_names_the_numbers_and_changes_nothing():
     memory = Memory(6, 4)
     first, _ = memory.open(list(range(10)))
@@ -177,20 +130,6 @@ def test_unwritten_units_are_never_shared():
     pool.free(first)
     pool.check()
     assert pool.open(prompt)[1] == 8
-
-
-def test_two_that_compute_the_same_prompt_at_once():
-    memory = Memory(16, 4)
-    first, _ = memory.open([])
-    second, _ = memory.open([])
-    memory.append(first, list(range(8)))
-    memory.append(second, list(range(8)))
-    third, shared = memory.open(list(range(8)))
-    assert shared == 4 and third.table[0] == first.table[0] != second.table[0]
-    memory.pool.check()
-    for sequence in (first, third, second):
-        memory.pool.free(sequence)
-        memory.pool.check()
 
 
 @pytest.mark.parametrize("length", [0, 3, 4, 9])
@@ -534,29 +473,6 @@ def test_plan_against_a_token_at_a_time(size, max_open, num_units, seed):
         assert state.valid(groups).reshape(-1).tolist() == [n == size for n in fill]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_prefill_then_decode_of_several_sequences(size):
-    """What the pool gives out goes through the plan: chunks that end anywhere, then one token each of three."""
-    config = config_of(size)
-    pool, state = PagePool(64, config.cache_config.unit_tokens), GroupState(64, config.cache_config, 8)
-    slow, running = SlowState(len(state.fill), size, 8), Accumulators(8)
-    sequences = [pool.open()[0] for _ in range(3)]
-
-    def write(slots):
-        plan = state.plan(slots)
-        check_plan(plan, slots.tolist(), slow.write(slots.tolist()), size)
-        running.follow(plan, slow.held)
-
-    for sequence, length in zip(sequences, (150, 37, 64), strict=True):
-        for start in range(0, length, 40):
-            write(pool.append(sequence, range(start, min(start + 40, length)))[0])
-    for token in range(20):
-        write(np.concatenate([pool.append(sequence, [token])[0] for sequence in sequences]))
-    assert state.num_evicted == 0
-    for sequence in sequences:
-        assert state.fill.reshape(64, -1)[sequence.table].sum() == sequence.length
-
-
 def test_large_prefill_is_full_groups_and_two_ends():
     state = GroupState(1024, config_of(8).cache_config, 4)
     state.plan(np.arange(3))
@@ -566,42 +482,6 @@ def test_large_prefill_is_full_groups_and_two_ends():
     assert plan.part_groups.tolist() == [0, 1000] and plan.part_before.tolist() == [3, 0]
     assert plan.part_tokens.tolist() == [[0, 1, 2, 3, 4], [7997, -1, -1, -1, -1]]
     assert plan.finalized.tolist() == [True, False] and len(set(plan.part_open.tolist())) == 2
-
-
-def test_overwriting_a_full_group_invalidates_it_and_loses_the_slot():
-    state = GroupState(2, config_of(8).cache_config, 4)
-    state.plan(np.arange(16))
-    plan = state.plan(np.array([3]))
-    assert plan.part_before.tolist() == [3] and plan.part_open.tolist() == [-1] and not plan.finalized.any()
-    assert state.valid(np.array([0, 1])).tolist() == [False, True] and state.fill[0] == 4
-    plan = state.plan(np.arange(4, 8))  # accumulators never knew tokens 0 to 3: the caller reads the group back
-    assert plan.finalized.tolist() == [True] and plan.part_open.tolist() == [-1]
-    assert state.valid(np.array([0])).all()
-    plan = state.plan(np.array([0]))  # begins again
-    assert plan.part_before.tolist() == [0] and plan.part_open[0] >= 0 and state.fill[0] == 1
-    assert state.num_evicted == 0
-
-
-def test_oldest_open_group_is_evicted():
-    state = GroupState(8, config_of(16).cache_config, 2)
-    first, second = 0, 16
-    assert state.plan(np.array([first])).part_open.tolist() != state.plan(np.array([second])).part_open.tolist()
-    assert state.plan(np.array([32])).part_open[0] >= 0 and state.num_evicted == 1
-    assert state.plan(np.array([first + 1])).part_open.tolist() == [-1]
-    assert state.plan(np.array([second + 1])).part_open[0] >= 0
-    # three begin in one call: the last two keep their slots
-    assert (state.plan(np.array([64, 80, 96])).part_open >= 0).tolist() == [False, True, True]
-
-
-def test_a_sealing_and_a_starting_group_do_not_share_a_slot():
-    state = GroupState(8, config_of(4).cache_config, 2)
-    state.plan(np.arange(3))
-    plan = state.plan(np.arange(3, 5))
-    assert plan.finalized.tolist() == [True, False] and sorted(plan.part_open.tolist()) == [0, 1]
-    # with one slot the finalizing group yields it and is read back
-    state = GroupState(8, config_of(4).cache_config, 1)
-    state.plan(np.arange(3))
-    assert state.plan(np.arange(3, 5)).part_open.tolist() == [-1, 0]
 
 
 def test_copy_and_release():

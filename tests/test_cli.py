@@ -15,7 +15,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from command import call, lines_of, process_line
+from command import call, last, lines_of, outcome, process_line
 from test_metrics import KEYS
 
 from eps_core.cli import __main__ as entry
@@ -60,11 +60,14 @@ def bare(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(model: Path) -> Any:
-    """Runs the tiny model on numpy; flags given again replace these."""
+def run(model: Path, tmp_path: Path) -> Any:
+    """Runs the tiny model on numpy, in this process; flags given again replace these."""
 
     def start(*args: object) -> dict[str, Any]:
-        return succeed("run", "--backend", "numpy", "--model", model, "--prompt", PROMPT, "--max-new-tokens", 4, *args)
+        line = "run", "--backend", "numpy", "--model", model, "--prompt", PROMPT, "--max-new-tokens", 4, *args
+        done = outcome([*map(str, line)], tmp_path)
+        assert re.fullmatch(PROGRESS, done.err), done.err
+        return last(done)
 
     return start
 

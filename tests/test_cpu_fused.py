@@ -16,7 +16,6 @@ from test_conformance import Case, FilledCase, eps
 from test_cpu_kernels import filled, kernels_of, torch_parallel, writable
 from test_cpu_kernels import several_threads as several_threads
 
-from eps_core import reference
 from eps_core.attention import layer as gate
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu import calls, fused, openmp, usable
@@ -25,7 +24,6 @@ from eps_core.cpu.threads import FAILED, finish, take, wait
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document, decode
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.reference.scoring import selection_mask
 
 CASES = [
     Case((700, 300), eps("rq", group_size=2), num_heads=8, head_dim=128),
@@ -39,7 +37,8 @@ CASES = [
     ),
     Case((600, 290), eps("rq", group_size=2), dtype="float16", head_dim=80, chunk=200),
     Case((300,), eps("rq", group_size=4, correction_tokens=0), num_heads=6, num_kv_heads=2),
-    Case((150, 64, 1), eps("rq", correction_tokens=0, num_sink_tokens=0, num_recent_tokens=0, budget=0.1)),
+    Case((290, 200), eps("meanstd", group_size=48, correction_tokens=96), num_heads=6, num_kv_heads=3, head_dim=80),
+    Case((150, 64, 1), eps("meanstd", correction_tokens=0, num_sink_tokens=0, num_recent_tokens=0, budget=0.1)),
     Case(
         (310, 100),
         eps("rq", group_size=2, rescore=0.2),
@@ -56,7 +55,6 @@ CASES = [
 ]
 REFUSED = [
     Case((150,), eps("box")),  # bounds
-    Case((150,), eps("meanstd")),  # no kernel scores it
     Case((150,), eps("rq", group_size=2, policy="threshold", top_pages=9)),
     Case((150,), eps("rq", group_size=2, scope="union")),
     Case((150,), eps("rq", group_size=2, head_modes=(("gate", "window"),))),
@@ -141,25 +139,6 @@ def test_views_end_with_what_they_show():
     with writable(backend):
         s.cache.k[0].mul_(0)  # in the new pool
     assert not np.array_equal(at_once(backend, s)["out"], wanted["out"])
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_layer_follows_the_oracle(backend, case):
-    """Its estimates are judged among the kernels of scoring; here lists are taken as they are."""
-    s = filled(backend, case)
-    plan = s.plan
-    got = at_once(backend, s)
-    scores = reference.score(s.ref_cache, 0, s.q, plan)
-    selection = replace(reference.select(scores, plan), groups=got["groups"], counts=got["counts"], selected_mask=None)
-    assert np.array_equal(selection_mask(selection, plan.num_groups), got["visit"])
-    out, lse = reference.attend(s.ref_cache, 0, s.q, plan, selection)
-    tolerance = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}[case.dtype]
-    np.testing.assert_allclose(got["read lse"], lse, atol=max(tolerance, 1e-3))
-    if case.config.cache_config.correction_tokens:
-        correction = reference.attend_correction(s.ref_cache, 0, plan, scores, selection, lse)
-        out, lse = reference.merge((out, lse), correction)
-    np.testing.assert_allclose(got["lse"], lse, atol=max(tolerance, 2e-2))
-    np.testing.assert_allclose(got["out"], out, atol=max(tolerance, 2e-2))
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
@@ -271,64 +250,6 @@ def test_bits_do_not_depend_on_what_runs_it(number, whole_rows, monkeypatch):
     threads_cpu.settle()
 
 
-BROKEN = {
-    "no correction": ("        _merge_all(progress[4:], *merged)", "        pass"),
-    "no phase for merging": ("        _merge_all(progress[4:], *merged)", "        _merge_all(progress[3:], *merged)"),
-    "a skipped-mass correction alone": ("merge(out[b], lse[b],", "merge(other_out[b], other_lse[b],"),
-    "nothing chosen again": ("    select_topk(progress[:1], *chosen)\n", "    chosen[4][:] = 0\n"),
-    "one sequence merged": ("        if b >= len(out):", "        if b >= 1:"),
-    "phases of another part": ("attend(progress[1:3], *attended)", "attend(progress[:2], *attended)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_wrong_order_fails(name):
-    """The same kernel with one line changed, run alone and in Python, where a wait for what never comes ends."""
-    backend, case = bound("cuda", "numba"), CASES[0]
-    s = filled(backend, case)
-    wanted = by_parts(backend, s)
-    source, (old, new) = inspect.getsource(fused), BROKEN[name]
-    assert source.count(old) == 1, f"{old!r} is not there once: the mutant tests nothing"
-    scope: dict[str, object] = {}
-    changed = (
-        source.replace(old, new)
-        .replace("@kernel(fastmath=FAST)\n", "")
-        .replace("    wait(progress, 0, len(out))", "    pass")
-    )
-    take_one = njit(lambda progress, phase: take(progress, phase))
-    exec(compile(changed, fused.__file__, "exec"), scope)
-    scope |= {"take": take_one, "finish": njit(lambda progress, phase: finish(progress, phase))}
-    scope |= {"note_time": lambda stamps, index: None}
-
-    def run(kernel, phases, *args, alone=False):
-        progress = threads_cpu.new_progress(phases)
-        scope[kernel.__name__](progress, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels_of(backend), "run", run)
-        if name == "phases of another part":
-            # what waits for a phase that others finished, or took, reads lists too early or nothing
-            got = at_once(backend, s)
-            assert any(not np.array_equal(got[key], value) for key, value in wanted.items())
-            return
-        with pytest.raises(AssertionError):
-            check_same(at_once(backend, s), wanted)
-
-
-def test_the_right_order_passes_that_check():
-    """The harness of the test above, with nothing changed."""
-    backend, case = bound("cuda", "numba"), CASES[0]
-    s = filled(backend, case)
-    wanted = by_parts(backend, s)
-
-    def run(kernel, phases, *args, alone=False):
-        kernel(threads_cpu.new_progress(phases), *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels_of(backend), "run", run)
-        check_same(at_once(backend, s), wanted)
-
-
 @njit(nogil=True)
 def _fails(progress, which, members):
     """Once all members are there, the one that came as number `which` fails, and the others wait in a second part for
@@ -393,6 +314,11 @@ def test_what_a_failed_thread_left_is_followed_by_nobody(failing):
     order = ["score_units", "select_topk", "attend", "attend_correction"]
     scope |= {name: part(name) for name in order}
     scope |= {"note_time": lambda stamps, index: None, "_merge_all": part("merge")}
-    scope["score_and_read"](threads_cpu.new_progress(9), None, 4, (), (), (), True, (), (), ())
+    scope["fused_units"](threads_cpu.new_progress(9), None, 4, (), (), (), True, (), (), ())
     assert ran == order[: order.index(failing) + 1]
+
+
+def test_every_scorer_has_a_whole_layer():
+    scorers = {calls.score.score_codes, calls.units.score_units}
+    assert set(fused.AFTER) == scorers and set(fused.AFTER.values()) <= set(openmp._LAUNCHERS)
     assert usable.why_not() is None

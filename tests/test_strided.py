@@ -55,10 +55,9 @@ CONFIGS = {
 }
 CASES = [
     pytest.param(layout, settings, kernels, dtype, id=f"{layout.__name__}-{name}-{kernels}-{dtype}")
-    for layout in LAYOUTS
+    for layout, dtype in zip(LAYOUTS, ("float32", "bfloat16", "bfloat16"), strict=True)
     for name, settings in CONFIGS.items()
     for kernels in ("arrays", "numba")
-    for dtype in ("float32", "bfloat16")
 ] + [  # in the interpreter, which is slow
     pytest.param(layout, CONFIGS[name], "triton", dtype, id=f"{layout.__name__}-{name}-triton-{dtype}")
     for name in ("rq@2", "rq@2, summed")
