@@ -72,11 +72,6 @@ CASES = {
     "one summed": Case(repeat=1, num_units=3, combine="sum"),
     "seven summed": Case(repeat=7, num_units=3, combine="sum"),
     "eight summed": Case(repeat=8, num_units=3, combine="sum"),
-    "meanstd": Case(16, 1, size=16, num_units=40, method="meanstd"),
-    "meanstd, three heads": Case(20, 3, size=4, num_units=20, method="meanstd"),
-    "meanstd, odd head dim": Case(33, 8, size=2, num_units=20, method="meanstd"),
-    "meanstd, head dim 128": Case(128, 4, size=16, num_units=40, method="meanstd"),
-    "meanstd, wide": Case(256, 3, size=1, num_units=5, method="meanstd"),
 }
 
 

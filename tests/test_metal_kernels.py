@@ -22,7 +22,7 @@ from test_kernel_scores import Filled as Summaries
 from test_kernel_select import check_topk, written_once
 
 from eps_core.summaries import rq as oracle
-from eps_mlx.kernels import attend, launch, score, score_meanstd, turn_units, units
+from eps_mlx.kernels import attend, launch, score, turn_units, units
 
 METAL = bound("mlx", "metal")
 SEED = 3
@@ -102,14 +102,6 @@ def test_codes_are_read_once_and_further_parts_of_listed_groups_only(cascade, me
         assert seen.read["rest"] == seen.loaded["rest"] == listed * 8 and seen.read["codes"] == listed * part
 
 
-def test_scoring_reads_the_codes_of_groups_with_a_summary_once(metal_shim: Any) -> None:  # noqa: F811
-    one = Summaries(SCORES["meanstd, head dim 128"])
-    one.estimate(METAL, "cpu")
-    seen, groups = metal_shim["eps_score_meanstd"], int(np.isfinite(one.expected()).sum())
-    assert seen.read["mean"] == seen.loaded["mean"] == seen.read["deviation"] == groups * 128
-    assert seen.read["mean_scale"] == groups * 2
-
-
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 20, 33, 80, 96, 128, 256])
 def test_queries_are_turned_and_rounded_to_the_bit(dtype: mx.Dtype, head_dim: int, metal_shim: Any) -> None:  # noqa: F811
@@ -133,8 +125,6 @@ def test_more_query_heads_than_threadgroup_memory_holds_are_refused() -> None:
     pool, places = mx.zeros((1, 1, 8, 64), mx.uint8), [mx.zeros((1, 1), mx.int32)] * 3
     with pytest.raises(ValueError, match="threadgroup memory"):
         score.layout(pool, 1, 512, 17)
-    with pytest.raises(ValueError, match="another number"):
-        score_meanstd.score_meanstd(mx.zeros((1, 1, 32)), {"mean": pool}, *places, group_size=2)
     shape = 1, KV_HEADS, 24, 256
     asked = turn_units.Query(mx.zeros(shape), mx.zeros(shape), mx.zeros(shape[:3]))
     summary = {name: mx.array(x) for name, x in Summaries(ScoreCase(256, 24, cascade=(), num_units=1)).pools.items()}
@@ -204,7 +194,7 @@ def test_clang_accepts_every_text() -> None:
     found = texts()
     assert {name.split("_k")[0].split("_v")[0] for name in found.values()} == {
         "eps_attend_decode", "eps_attend_rows", "eps_attend_merge", "eps_correction_parts", "eps_correction_merge",
-        "eps_score_meanstd", "eps_score_units", "eps_read_on", "eps_turn_units", "eps_select_topk", "eps_select_best",
+        "eps_score_units", "eps_read_on", "eps_turn_units", "eps_select_topk", "eps_select_best",
         "eps_compact",
     }  # fmt: skip
     assert [f"{name} {line}" for text, name in found.items() for line in clang_check.diagnostics(text)] == []

@@ -220,7 +220,8 @@ def mark_valid(ops: Ops, cache: Any, layer: int, groups: np.ndarray) -> None:
     if not cache.valid or not cache.can_encode(layer):
         return
     flags = cache.state[layer].valid(groups).astype(np.uint8)
-    cache.valid[layer][ops.index(cache, groups)] = ops.on(cache, flags)
+    with ops.place(cache):
+        cache.valid[layer][ops.index(cache, groups)] = ops.on(cache, flags)
 
 
 def _find_centroid(ops: Ops, cache: Any, layer: int, keys: Array) -> bool:
