@@ -60,8 +60,9 @@ CASES = [
     for kernels in ("arrays", "numba")
 ] + [  # in the interpreter, which is slow
     pytest.param(layout, CONFIGS[name], "triton", dtype, id=f"{layout.__name__}-{name}-triton-{dtype}")
-    for name in ("rq@2", "rq@2, summed")
-    for layout, dtype in zip(LAYOUTS, ("bfloat16", "float32", "float32"), strict=True)
+    for layout, name, dtype in zip(
+        LAYOUTS, ("rq@2", "rq@2, summed", "rq@2"), ("bfloat16", "float32", "float32"), strict=True
+    )
 ]
 
 

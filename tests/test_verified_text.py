@@ -43,8 +43,11 @@ def check_explained(
     return noise, part
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 0.95, 1)], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "sampling"),
+    [("float32", Sampling(0.8, 0.95, 1)), ("bfloat16", Sampling())],
+    ids=["float32-drawn", "bfloat16-greedy"],
+)
 def test_text_of_the_demo_model(target: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, sampling: Sampling) -> None:
     backend, device = target
     if backend.__name__ == "eps_core.reference":
