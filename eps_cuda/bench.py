@@ -20,6 +20,7 @@ from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.cache import Cache
 from eps_cuda.device import devices, empty_pool, gpu
 from eps_cuda.kernels.choose import usable_kernels
+from eps_cuda.ops import OPS
 
 PAGE_TOKENS = 16  # flashinfer splits a sequence between pages only
 WORKSPACE_BYTES = 256 * 2**20
@@ -229,7 +230,7 @@ def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
         return {}
     (table, lengths), inner = dispatch.kernels.on_device(cache, plan), cache.correction
     depth = dispatch.depth_of(cache, plan)
-    wanted, width = dispatch.to_device(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
+    wanted, width = OPS.on(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
 
     def estimates() -> Tensor:
         return dispatch.estimates(cache, 0, q, table, lengths, depth, config.selection_config)

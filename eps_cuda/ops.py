@@ -64,7 +64,7 @@ class TorchOps(Ops):
         return torch.inference_mode()
 
     def on(self, like: Any, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(like.device, non_blocking=True)
 
     def index(self, like: Any, array: np.ndarray) -> Tensor:
         return self.on(like, array.astype(np.int64, copy=False))

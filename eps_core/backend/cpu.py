@@ -29,7 +29,7 @@ class CpuKernels:
 
     def place(self, cache: Any) -> AbstractContextManager[Any]:
         """Return the context in which the arrays of a cache are computed."""
-        raise NotImplementedError
+        return self.ops.place(cache)
 
     def host(self, array: Array) -> np.ndarray:
         """Return the array's own memory, contiguous; bfloat16 as uint16."""
@@ -37,13 +37,6 @@ class CpuKernels:
 
     def array(self, array: np.ndarray) -> Array:
         """Return the backend's array of a host array."""
-        raise NotImplementedError
-
-    def like(self, array: Array, other: Array) -> Array:
-        """Return an array in the dtype of another one."""
-        raise NotImplementedError
-
-    def is_bfloat16(self, array: Array) -> bool:
         raise NotImplementedError
 
     def pools(self, cache: Any) -> Callable[[Array], np.ndarray]:
@@ -76,8 +69,8 @@ class CpuKernels:
             found = kernels.attend_fused(cache, layer, query, plan, self.pools(cache), self.run)
             (out, lse), (_, read_lse) = found.whole, found.read
             return FusedRead(
-                self.like(self.array(out), q), self.array(lse), self.array(read_lse), self._selection(found.chosen),
-                self.array(found.skipped), found.prepass_share,
+                self.ops.cast(self.array(out), q.dtype), self.array(lse), self.array(read_lse),
+                self._selection(found.chosen), self.array(found.skipped), found.prepass_share,
             )  # fmt: skip
 
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
@@ -85,18 +78,17 @@ class CpuKernels:
             listed = None if selection is None else self._listed(selection)
             query = self.host(self.ops.float32(q))
             out, lse = kernels.attend(cache, layer, query, plan, listed, self.pools(cache), self.run)
-            return self.like(self.array(out), q), self.array(lse)
+            return self.ops.cast(self.array(out), q.dtype), self.array(lse)
 
     def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None) -> RowsRead:
         with self.place(cache):
             listed = None if selected_mask is None else self.host(self.ops.boolean(selected_mask))
-            query, is_short = self.host(self.ops.float32(q)), self.is_bfloat16(q)
+            query, is_short = self.host(self.ops.float32(q)), q.dtype == self.ops.dtypes["bfloat16"]
             out, lse, selected = kernels.attend_rows(
                 cache, layer, query, is_short, rows, listed, self.pools(cache), self.run
             )
-            return RowsRead(
-                self.like(self.array(out), q), self.array(lse), None if selected is None else self.array(selected)
-            )
+            selected_lse = None if selected is None else self.array(selected)
+            return RowsRead(self.ops.cast(self.array(out), q.dtype), self.array(lse), selected_lse)
 
     def attend_correction(
         self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
@@ -113,7 +105,7 @@ class CpuKernels:
             *correction, share = self._correction(cache, layer, plan, scores, selection, lse)
             selection.kept["skipped"] = scores.estimate, self.array(share)
             whole, whole_lse = kernels.merge(self.host(self.ops.float32(out)), self.host(lse), *correction)
-            return self.like(self.array(whole), out), self.array(whole_lse)
+            return self.ops.cast(self.array(whole), out.dtype), self.array(whole_lse)
 
     def skipped_mass(self, scores: Scores, selection: Selection) -> Array:
         of, share = selection.kept.get("skipped", (None, None))

@@ -7,7 +7,6 @@ lists them (`listing`). Attention, of rows too, and skipped mass have kernels wh
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from eps_core.attention.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
 from eps_core.attention.protocol import Array, RowsRead, Scores, Selection
 from eps_core.backend.ops import Ops
+from eps_core.backend.selection import selection_mask
 from eps_core.config.eps import EpsConfig
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
@@ -34,15 +34,6 @@ class GpuKernels:
     attend_skipped: ClassVar[Callable[..., State]]
     select_topk: ClassVar[Callable[..., tuple[Array, Array, Array]]]
     compact: ClassVar[Callable[..., tuple[Array, Array]]]
-    selection_mask: ClassVar[Callable[[Selection, int], Array]]
-
-    def place(self, cache: Any) -> AbstractContextManager[Any]:
-        """Return the context in which the arrays of a cache are computed."""
-        raise NotImplementedError
-
-    def on(self, of: Any, array: np.ndarray) -> Array:
-        """Return a host array on the device of a cache or of an array."""
-        raise NotImplementedError
 
     def estimates(self, cache: Any, layer: int, q: Array, plan: StepPlan, table: Array, lengths: Array) -> Array:
         """Return the estimates [B, Hkv, G] of rq: table [B, M] and lengths [B] of `plan` on the device."""
@@ -54,19 +45,19 @@ class GpuKernels:
         """A step's or pass's table [B, M] and lengths [B] int32 on the device, copied once for all layers."""
         return plan.once(
             ("device", cache.device),
-            lambda: (self.on(cache, plan.table), self.on(cache, plan.lengths.astype(np.int32))),
+            lambda: (self.ops.on(cache, plan.table), self.ops.on(cache, plan.lengths.astype(np.int32))),
         )
 
     def score(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
         num_missing = plan.num_missing(cache.state[layer])
-        with self.place(cache):
+        with self.ops.place(cache):
             estimate = self.estimates(cache, layer, q, plan, *self.on_device(cache, plan))
         return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
 
     def select(self, scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
         always_selected = plan.num_always_selected + np.asarray(scores.num_missing, np.int64)
         uniform, estimate = plan.budget(always_selected), scores.estimate
-        wanted, lengths = (self.on(estimate, part.astype(np.int32)) for part in (uniform, plan.lengths))
+        wanted, lengths = (self.ops.on(estimate, part.astype(np.int32)) for part in (uniform, plan.lengths))
         groups, counts, selected_mask = self.choose(plan.config, estimate, wanted, lengths, max(int(uniform.max()), 1))
         return Selection(groups, counts, uniform, always_selected, selected_mask=self.ops.boolean(selected_mask))
 
@@ -88,16 +79,16 @@ class GpuKernels:
 
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
         listed, counts = (None, None) if selection is None else (selection.groups, selection.counts)
-        with self.place(cache):
+        with self.ops.place(cache):
             table, lengths = self.on_device(cache, plan)
             return type(self).attend_groups(
                 q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_size=cache.cache_config.S
             )
 
     def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None) -> RowsRead:
-        with self.place(cache):
+        with self.ops.place(cache):
             table, lengths = self.on_device(cache, rows)
-            starts = rows.once(("starts", cache.device), lambda: self.on(cache, rows.starts.astype(np.int32)))
+            starts = rows.once(("starts", cache.device), lambda: self.ops.on(cache, rows.starts.astype(np.int32)))
             return RowsRead(
                 *type(self).attend_all_rows(
                     q, cache.k[layer], cache.v[layer], table, lengths, starts,
@@ -110,10 +101,10 @@ class GpuKernels:
     ) -> State:
         inner = cache.correction
         fields, estimate = inner.summaries[layer], scores.estimate
-        with self.place(cache):
+        with self.ops.place(cache):
             table, lengths = self.on_device(cache, plan)
             return type(self).attend_skipped(
-                estimate, type(self).selection_mask(selection, estimate.shape[-1]), lse, fields["mean"],
+                estimate, selection_mask(self.ops, selection, estimate.shape[-1]), lse, fields["mean"],
                 fields["mean_scale"], inner.valid[layer], table, lengths, group_size=cache.cache_config.S,
                 correction_tokens=cache.cache_config.correction_tokens,
             )  # fmt: skip

@@ -65,12 +65,6 @@ class TorchKernels(CpuKernels):
     def array(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
-    def like(self, array: Tensor, other: Tensor) -> Tensor:
-        return array.to(other.dtype)
-
-    def is_bfloat16(self, array: Tensor) -> bool:
-        return array.dtype == torch.bfloat16
-
     def run(self, kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
         _team()[0](kernel, phases, *args, alone=alone)
 

@@ -1,9 +1,6 @@
 """The functions of the backend through Triton kernels (see `eps_core.backend.gpu`), and what graphs of whole steps
 call with arrays of the device alone. One kernel writes a decode step's tokens where `unsupported_writing` is None."""
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +11,7 @@ from eps_core.config.selection import SelectionConfig
 from eps_core.kv_cache.groups import WritePlan
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import part_dims
-from eps_cuda.arrays import anchors, selection_mask
+from eps_cuda.arrays import anchors
 from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
 from eps_cuda.kernels import correction as correction_kernels
@@ -32,24 +29,13 @@ class TritonKernels(GpuKernels):
     attend_all_rows = rows_kernels.attend_rows
     attend_skipped = correction_kernels.attend_correction
     select_topk = select_kernels.select_topk
-    selection_mask = selection_mask
 
     @staticmethod
     def compact(selected_mask: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
         return select_kernels.compact(selected_mask.contiguous(), width=width)
 
-    def place(self, cache: Cache) -> AbstractContextManager[Any]:
-        return torch.inference_mode()
-
-    def on(self, of: Cache | Tensor, array: np.ndarray) -> Tensor:
-        return to_device(of, array)
-
     def estimates(self, cache: Cache, layer: int, q: Tensor, plan: StepPlan, table: Tensor, lengths: Tensor) -> Tensor:
         return estimates(cache, layer, q, table, lengths, depth_of(cache, plan), plan.config.selection_config)
-
-
-def to_device(of: Cache | Tensor, array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(of.device, non_blocking=True)
 
 
 def depth_of(cache: Cache, plan: StepPlan) -> Depth:
@@ -57,7 +43,7 @@ def depth_of(cache: Cache, plan: StepPlan) -> Depth:
 
     def copy() -> Depth:
         counts = [*plan.cascaded(cache.spec.head_dim), plan.rescored]
-        *cascaded, rescored = ((to_device(cache, one.astype(np.int32)), int(one.max())) for one in counts)
+        *cascaded, rescored = ((OPS.on(cache, one.astype(np.int32)), int(one.max())) for one in counts)
         return Depth(tuple(cascaded), rescored)
 
     return plan.once(("depth", cache.device, cache.spec.head_dim), copy)
@@ -100,7 +86,7 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
     """Writes a decode step's tokens, each in a unit of its own."""
     for one in _summarised(cache):
         count_finalized(one, one.state[layer].plan(slots))
-    write(cache, layer, k, v, to_device(cache, slots.astype(np.int32)))
+    write(cache, layer, k, v, OPS.on(cache, slots.astype(np.int32)))
     return cache
 
 

@@ -4,9 +4,6 @@ What the kernels read is evaluated first and read in place. No view of the cache
 make the next slice assignment copy a whole pool. Kernels run on threads of our own: MLX's cannot be reached.
 """
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 
@@ -17,22 +14,12 @@ from eps_mlx.ops import OPS
 class MlxKernels(CpuKernels):
     ops = OPS
 
-    def place(self, cache: Any) -> AbstractContextManager[Any]:
-        stream: AbstractContextManager[Any] = mx.stream(cache.stream)
-        return stream
-
     def host(self, array: mx.array) -> np.ndarray:
         """Synchronises."""
         return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
 
     def array(self, array: np.ndarray) -> mx.array:
         return mx.array(array)
-
-    def like(self, array: mx.array, other: mx.array) -> mx.array:
-        return array.astype(other.dtype)
-
-    def is_bfloat16(self, array: mx.array) -> bool:
-        return bool(array.dtype == mx.bfloat16)
 
 
 def settle() -> None:

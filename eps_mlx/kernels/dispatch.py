@@ -1,15 +1,12 @@
 """The functions of the backend through Metal kernels (see `eps_core.backend.gpu`). The codes of rq are read in stages,
 each by one kernel over what the one before left; writes have no kernels."""
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 
 from eps_core.backend.gpu import GpuKernels
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_mlx.arrays import anchors, selection_mask
+from eps_mlx.arrays import anchors
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
 from eps_mlx.kernels import correction as correction_kernels
@@ -27,14 +24,6 @@ class MetalKernels(GpuKernels):
     attend_skipped = correction_kernels.attend_correction
     select_topk = select_kernels.select_topk
     compact = select_kernels.compact
-    selection_mask = selection_mask
-
-    def place(self, cache: Cache) -> AbstractContextManager[Any]:
-        stream: AbstractContextManager[Any] = mx.stream(cache.stream)
-        return stream
-
-    def on(self, of: Cache | mx.array, array: np.ndarray) -> mx.array:
-        return mx.array(array)
 
     def estimates(
         self, cache: Cache, layer: int, q: mx.array, plan: StepPlan, table: mx.array, lengths: mx.array
