@@ -18,7 +18,7 @@ from test_cpu_kernels import several_threads as several_threads
 
 from eps_core.attention import layer as gate
 from eps_core.config.eps import EpsConfig
-from eps_core.cpu import calls, fused, openmp, usable
+from eps_core.cpu import calls, fused, openmp
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import FAILED, finish, take, wait
 from eps_core.decode.session import Session
@@ -37,8 +37,7 @@ CASES = [
     ),
     Case((600, 290), eps("rq", group_size=2), dtype="float16", head_dim=80, chunk=200),
     Case((300,), eps("rq", group_size=4, correction_tokens=0), num_heads=6, num_kv_heads=2),
-    Case((290, 200), eps("meanstd", group_size=48, correction_tokens=96), num_heads=6, num_kv_heads=3, head_dim=80),
-    Case((150, 64, 1), eps("meanstd", correction_tokens=0, num_sink_tokens=0, num_recent_tokens=0, budget=0.1)),
+    Case((150, 64, 1), eps("rq", correction_tokens=0, num_sink_tokens=0, num_recent_tokens=0, budget=0.1)),
     Case(
         (310, 100),
         eps("rq", group_size=2, rescore=0.2),
@@ -55,6 +54,7 @@ CASES = [
 ]
 REFUSED = [
     Case((150,), eps("box")),  # bounds
+    Case((150,), eps("meanstd")),  # no kernel scores it
     Case((150,), eps("rq", group_size=2, policy="threshold", top_pages=9)),
     Case((150,), eps("rq", group_size=2, scope="union")),
     Case((150,), eps("rq", group_size=2, head_modes=(("gate", "window"),))),
@@ -314,11 +314,5 @@ def test_what_a_failed_thread_left_is_followed_by_nobody(failing):
     order = ["score_units", "select_topk", "attend", "attend_correction"]
     scope |= {name: part(name) for name in order}
     scope |= {"note_time": lambda stamps, index: None, "_merge_all": part("merge")}
-    scope["fused_units"](threads_cpu.new_progress(9), None, 4, (), (), (), True, (), (), ())
+    scope["score_and_read"](threads_cpu.new_progress(9), None, 4, (), (), (), True, (), (), ())
     assert ran == order[: order.index(failing) + 1]
-
-
-def test_every_scorer_has_a_whole_layer():
-    scorers = {calls.score.score_codes, calls.units.score_units}
-    assert set(fused.AFTER) == scorers and set(fused.AFTER.values()) <= set(openmp._LAUNCHERS)
-    assert usable.why_not() is None

@@ -89,11 +89,12 @@ def filled(backend, case: Case) -> FilledCase:
 
 
 def check_kernels(target, case: Case, monkeypatch) -> None:
-    """`run_case` by the kernels themselves: array operations serve where a policy is not topk alone."""
+    """`run_case` by the kernels themselves: array operations serve where a policy is not topk or a method not rq."""
     left = set()
     monkeypatch.setattr(choices, "_name_fallback", lambda family, operation, reason: left.add(operation))
     run_case(*target, case)
-    assert left <= ({"select", "skipped_mass"} if case.config.selection_config.policy != "topk" else set())
+    may = {"select", "skipped_mass"} if case.config.selection_config.policy != "topk" else set()
+    assert left <= may | ({"score"} if case.config.cache_config.method != "rq" else set())
 
 
 @pytest.mark.kernels("numba", arrays=False)
@@ -187,7 +188,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         used = taken > 0
         last = used.sum()
         assert last > 0 and not done[~used].any(), kernel.__name__
-        assert used[:last].all() or kernel.__name__.startswith("fused_"), kernel.__name__  # of more than one kernel
+        assert used[:last].all() or kernel.__name__ == "score_and_read", kernel.__name__  # of more than one kernel
         assert (done[used] > 0).all() and (done[used] == taken[used] - 1).all(), kernel.__name__
         kernels.add(kernel.__name__)
 
@@ -196,7 +197,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
     for config, whole_rows in (
         (EpsConfig.of(method="rq").with_correction(), False), (EpsConfig.of(method="rq"), False),
         (EpsConfig.of(method="rq", mean_tokens=64), True),
-        (EpsConfig.of(method="rq", mean_tokens=64, rescore=0), False), (EpsConfig.of(method="meanstd"), False),
+        (EpsConfig.of(method="rq", mean_tokens=64, rescore=0), False),
     ):  # fmt: skip
         monkeypatch.setattr(calls, "ROWS_PER_THREAD", 0 if whole_rows else 3)
         cache = backend.new_cache(
@@ -214,8 +215,8 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         backend.skipped_mass(scores, selection)
         if config.cache_config.correction_tokens:
             backend.add_correction(cache, 0, StepPlan.of(config, table, lengths), scores, selection, state)
-    parts = {"score_units", "score_codes", "select_topk", "attend", "attend_correction", "skipped_mass"}
-    assert kernels == parts | {"fused_units", "fused_codes"}
+    parts = {"score_units", "select_topk", "attend", "attend_correction", "skipped_mass"}
+    assert kernels == parts | {"score_and_read"}
 
 
 def test_no_array_is_held_after_a_call():

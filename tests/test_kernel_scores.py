@@ -12,6 +12,7 @@ from eps_core import reference
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.selection import COMBINES
+from eps_core.cpu.units import NO_HEAD
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import part_dims, rotate
@@ -161,6 +162,8 @@ class Filled:
 
 def check(backend, device, filled: Filled) -> None:
     found, expected = filled.estimate(backend, device), filled.expected()
+    if filled.case.combine == "sum":  # the least sum of compiled CPU kernels
+        found, expected = (np.where(np.isneginf(x), x, np.maximum(x, NO_HEAD)) for x in (found, expected))
     assert np.isfinite(expected).any() and np.isposinf(expected).any()
     large, infinite = expected == LARGEST_ESTIMATE, ~np.isfinite(expected)
     assert large.any() or filled.case.num_units == 1
