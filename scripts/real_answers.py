@@ -96,8 +96,16 @@ def verified(
     )
     measured.add(*both, 1)
     numbers = measured.numbers()
-    names = ("bytes_ratio", "acceptance", "acceptance_by_depth", "offered_by_depth", "tokens_per_round", "new_tokens")
-    return {**{name: numbers[name] for name in names}, "equal": numbers["documents_equal"] == 1}
+    names = (
+        "bytes_ratio",
+        "acceptance",
+        "acceptance_by_depth",
+        "offered_by_depth",
+        "tokens_per_round",
+        "new_tokens",
+        "partings",
+    )
+    return {**{name: numbers[name] for name in (*names, "partings")}, "equal": numbers["documents_equal"] == 1}
 
 
 def grouped(rows: list[dict], kind: str, *fields: str) -> dict[tuple, list[dict]]:
