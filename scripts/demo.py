@@ -2,16 +2,15 @@
 
     python scripts/demo.py [flags of `eps-proto run`]
 
-The model is SmolLM2-135M-Instruct, fetched once (scripts/get_model.py); the document is a source file of Python's
-own. With flags it is `eps-proto run` of this model and question, with all that this prints; a flag
-of the demo's own (--model, --prompt, --chat, ..) takes that flag's place.
+The model is SmolLM2-135M-Instruct, fetched once (scripts/get_model.py); the document is two chapters of the
+documentation that Python brings along. With flags it is `eps-proto run` of this model and question, with all that this
+prints; a flag of the demo's own (--model, --prompt, ..) takes that flag's place.
 """
 
-import heapq
-import inspect
 import platform
 import sys
 import textwrap
+from pydoc_data.topics import topics
 from typing import Any, TextIO
 
 import click
@@ -28,16 +27,16 @@ from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.metrics.terminal import MB, table
 
 MODEL, NAME = "smollm2", "SmolLM2-135M-Instruct"
-TITLE = "the source of Python's module heapq"
-CHARACTERS = 23_000  # of the document at most, of about 3.6 a token: versions of Python differ
-QUESTION = "Who wrote the original code of this module?"
+TOPICS = ("exceptions", "debugger")
+CHARACTERS = 28_000  # at most, of about 4 a token: versions of Python differ, and the model holds 8,192 tokens
+QUESTION = 'What does the "args" command print?'
 MAX_NEW_TOKENS = 48
 FAR = 32_768  # tokens, of the closing estimate
 COLUMNS = 80
 
 
 def document() -> str:
-    return inspect.getsource(heapq)[:CHARACTERS]
+    return "\n\n".join(topics[topic].strip() for topic in TOPICS)[:CHARACTERS]
 
 
 def demo() -> int | None:
@@ -61,7 +60,8 @@ def demo() -> int | None:
     display = None
     if not flags:
         display, defaults["kl"] = Chat(), True
-        print(f"document  {TITLE} (Python {platform.python_version()})\nquestion  {QUESTION}", flush=True)
+        print(f"document  documentation of Python {platform.python_version()}: {', '.join(TOPICS)}")
+        print(f"question  {QUESTION}", flush=True)
         say("loading the model ..")
     return run_command.main(flags, "eps-proto run", standalone_mode=False, default_map=defaults, obj=display)
 
@@ -131,7 +131,7 @@ class Chat(Display):
         return (
             f"An estimate from byte counts, not measured: at {FAR:,} tokens (this model holds "
             f"{self.job.session.spec.max_context:,}) a step would read {dense:.0f} MB of the KV cache densely and "
-            f"{sparse:.0f} MB with EPS, with the weights {times:.1f} times fewer bytes."
+            f"{sparse:.0f} MB with EPS, which is {times:.1f} times fewer bytes with the weights."
         )
 
 

