@@ -29,8 +29,8 @@ def mark_written(cache: Cache, layer: int, slots: np.ndarray) -> None:
 @torch.inference_mode()
 def adopt(cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray) -> int:
     """Summarises the tokens of sequences, table [B, M] units and lengths [B], that lie in pool units of which a full
-    group has no valid summary, and says how many tokens these are. K and V are read, counted in `bytes_k_reread`, and
-    written again where they lie: whatever follows from a write, follows here."""
+    group has no valid summary, and says how many tokens these are. K and V are read (K is counted in `bytes_k_reread`)
+    and written again where they lie: whatever follows from a write, follows here."""
     size = cache.cache_config.unit_tokens
     done: set[int] = set()
     num_tokens = 0

@@ -1,6 +1,6 @@
 """Where a sparse decode step's host time goes: cProfile of steps of the demo model over a long, random cache.
 
-    python scripts/profile_step.py --context 32768 > results/profile-step.txt
+    python scripts/profile_step.py --context 32768 > profile-step.txt
 
 On the CPU the compiled kernels show as single entries; a function whose calls grow with the number of groups would be a
 loop over groups in Python, and there is none. Speed only: what the model says of random keys is not looked at.

@@ -12,7 +12,7 @@ class LayerStats:
 
     counts: np.ndarray  # [B, Hkv] groups selected
     groups: np.ndarray  # [B] groups of each sequence; [B, Hkv] where each head keeps its own tokens
-    always_selected: np.ndarray  # [B] of those selected, forced (every kv head alike); [B, Hkv] as above
+    always_selected: np.ndarray  # [B] of those selected, always (every kv head alike); [B, Hkv] as above
     skipped_mass: np.ndarray | None  # [B, Hkv] estimated share of the softmax left unread; None: no estimate
     kv_bytes_read: int  # of K and V, all sequences and kv heads (`StepPlan.kv_bytes`)
     summary_bytes_read: int  # of summaries and codes (`StepPlan.summary_bytes`, `StepPlan.bound_bytes`)

@@ -35,8 +35,8 @@ class Call(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """`Selection`: groups [B, Hkv, W] int32 and visit [B, Hkv, G] bool filled by the call; counts [B, Hkv] int32,
-    uniform [B] and forced [B] known before."""
+    """`Selection`: groups [B, Hkv, W] int32 and selected_mask [B, Hkv, G] bool filled by the call; counts [B, Hkv]
+    int32, uniform [B] and always_selected [B] known before."""
 
     groups: np.ndarray
     counts: np.ndarray

@@ -160,7 +160,7 @@ def _visited(cells: list[Line], runs: list[Line]) -> Part:
         "context, tokens (log scale)",
         "groups selected, share of all",
         "Groups that one decode step selects, as a share of all groups, mean over the cells of a method at that "
-        "context (all budgets, batches and ablations together). What is always selected bounds it from below: "
+        "context (all budgets and batches together). What is always selected bounds it from below: "
         "see the table.",
         log_x=True,
         y_range=(0, None),
