@@ -1,7 +1,7 @@
 """MLX's cache (`eps_core.backend.cache`): how it is made and grown, and what computes what MLX has put off.
 
-MLX writes a slice in place only while nobody else holds the buffer: no view of the cache outlives a call here, and
-`evaluate` must run once per chunk or step so that no un-evaluated reader pins an old buffer.
+MLX writes a slice in place only where no other reference to the buffer exists: no view of the cache outlives a call
+here, and `evaluate` must run once per chunk or step so that no un-evaluated reader pins an old buffer.
 """
 
 from collections.abc import Sequence

@@ -210,7 +210,7 @@ class MlxOps(Ops):
         batch, kv_heads, repeat, _ = a.shape
         a = self.pad(a, num_bytes * per_byte - head_dim)
         values = mx.arange(256, dtype=mx.uint8)[:, None]
-        levels = levels_of(self, unpack_codes(self, values, bits, per_byte), bits)
+        levels = levels_of(self, unpack_codes(self, values, bits, per_byte), bits, has_zero)
         added = levels @ a.reshape(batch, kv_heads, repeat, num_bytes, per_byte).transpose(0, 1, 3, 4, 2)
         first = mx.arange(batch * kv_heads * num_bytes, dtype=mx.int32).reshape(batch, kv_heads, 1, num_bytes) * 256
         return mx.take(added.reshape(-1, repeat), packed + first, axis=0).sum(axis=3).swapaxes(-1, -2)

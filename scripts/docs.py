@@ -4,7 +4,6 @@ python scripts/docs.py            # writes what is out of date
 python scripts/docs.py --check    # exit status 1 where something is
 """
 
-import argparse
 import inspect
 import re
 import sys
@@ -14,6 +13,7 @@ from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import click
+from tables import update
 
 from eps_core.cli.help import HEADINGS, OTHER
 from eps_core.cli.main import cli
@@ -280,20 +280,9 @@ def generated(text: str) -> str:
     return PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[4]}", text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a page is out of date")
-    check, stale = parser.parse_args().check, []
-    for page in sorted(DOCS.glob("*.md")):
-        old = page.read_text()
-        new = generated(old)
-        if new != old:
-            stale.append(page.name)
-            if not check:
-                page.write_text(new)
-    print(f"{'out of date' if check else 'written'}: {', '.join(stale) or 'none'}")
-    sys.exit(check and bool(stale))
+def main() -> int:
+    return update(__doc__, DOCS, generated)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,6 +13,7 @@ import re
 import runpy
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -45,19 +46,24 @@ def remade(page: str) -> str:
     return BLOCK.sub(lambda block: f"<!-- {block[1]} -->\n{printed(block[1])}<!-- end -->", page)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is another")
-    check, others = parser.parse_args().check, []
-    for path in sorted((ROOT / "results").glob("*.md")):
+def update(doc: str | None, folder: Path, remade: Callable[[str], str]) -> int:
+    """Write the pages of a folder whose generated parts are out of date; with --check only return 1 where one is."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
+    check, stale = parser.parse_args().check, []
+    for path in sorted(folder.glob("*.md")):
         page = path.read_text("utf-8")
         new = remade(page)
         if new != page:
-            others.append(path.name)
+            stale.append(path.name)
             if not check:
                 path.write_text(new, "utf-8")
-    print(f"{'other tables in' if check else 'written'}: {', '.join(others) or 'none'}")
-    return int(check and bool(others))
+    print(f"{'out of date' if check else 'written'}: {', '.join(stale) or 'none'}")
+    return int(check and bool(stale))
+
+
+def main() -> int:
+    return update(__doc__, ROOT / "results", remade)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def query(case: Case, rng: np.random.Generator, number: int | None = None, dtype
 
 
 def slack(case: Case, q: np.ndarray) -> float:
-    """What a float32 logit may be off by."""
+    """Return the largest error of a float32 logit."""
     return 64 * 2.0**-23 * (np.abs(q).sum(axis=2).max() * 5 / math.sqrt(case.head_dim) + 1)
 
 

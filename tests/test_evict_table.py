@@ -1,4 +1,4 @@
-"""What each eviction policy says of itself, of which docs/memory.md has its table."""
+"""The specs of eviction policies, from which the table in docs/memory.md is made."""
 
 from eps_core.cli.main import cli
 from eps_core.eviction.table import POLICIES

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from eps_core.config.eps import EpsConfig
 from eps_core.evaluation import quality
 from eps_core.eviction.config import EvictionConfig
 from eps_core.metrics import terminal
@@ -275,3 +276,30 @@ def test_there_is_one_progress_and_one_table() -> None:
 )
 def test_how_much_is_kept_is_told_in_rows(name: str, share: float, says: str) -> None:
     assert terminal.describe_keep(EvictionConfig(name, share), 3001).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"method": "rq"},
+            "rq (1 bit a dimension about the mean of 64 tokens, 0.5 of each code first, a second bit of the best 0.125), "
+            "single tokens; reads 0.1 of the tokens, at least 1,024, for each kv head, always the first 4 and last 8 "
+            "tokens",
+        ),
+        (
+            {"method": "box", "scope": "union", "top_pages": 9},
+            "box, groups of 16 tokens; reads 9 groups, for all kv heads together, always the first 16 and last 128 tokens",
+        ),
+        (
+            {"method": "box", "budget": 300, "strict": True, "epsilon": 0.1},
+            "box, groups of 16 tokens; reads 300 tokens, for each kv head, always the first 16 and last 128 tokens, "
+            "strict (epsilon 0.1)",
+        ),
+        ({"method": "dense"}, "off: dense attention, nothing allocated"),
+    ],
+    ids=["default", "union", "strict", "off"],
+)
+def test_a_config_is_told_in_one_line(settings: dict[str, Any], line: str) -> None:
+    config = EpsConfig() if settings["method"] == "dense" else EpsConfig.of(**settings)
+    assert terminal.describe(config) == line

@@ -56,7 +56,7 @@ class ArrayCache(CountsRereads):
     valid: list[Array] = field(default_factory=list)
 
     def constants(self, layer: int) -> Summary:
-        """Return the arrays that builders and scorers of this layer need besides keys (see `backend.summaries`)."""
+        """Return the arrays, keys aside, that `build_summary` and `score_summary` take for this layer."""
         if not self.cache_config.needs_centroid:
             return self.fixed[layer]
         centroid = self.centroid[layer]
@@ -75,7 +75,7 @@ class ArrayCache(CountsRereads):
 
 
 def add_all_summaries(cache: Any) -> None:
-    """Adds everything that methods keep besides K and V to a new cache, still empty."""
+    """Allocates the summaries of a new cache, and of its bounds and its correction where the config has them."""
     make, cache_config = type(cache), cache.cache_config
     if cache_config.bound_bits:
         cache.bound = make(cache.spec, cache_config.bound_store, cache.device, cache.k, cache.v, cache.finite)
@@ -159,8 +159,8 @@ def invalidate(ops: Ops, cache: Any, layer: int, slots: np.ndarray) -> None:
 
 
 def write_rows(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> tuple[Array, Array]:
-    """Writes rows k, v [N, Hkv, D] to slots [N], in place while nobody else holds the pools, and returns them as these
-    hold them."""
+    """Writes rows k, v [N, Hkv, D] to slots [N] and returns them as stored. In place, unless another reference to a
+    pool exists (MLX copies it then)."""
     settle(ops, cache)
     dtype = ops.dtypes[cache.spec.dtype]
     with ops.place(cache):
@@ -177,7 +177,7 @@ def settle(ops: Ops, cache: Any) -> None:
 
 
 def written(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots: np.ndarray) -> Any:
-    """Brings everything that is kept besides K and V up to date with rows [N, Hkv, D] as the pools hold them."""
+    """Updates summaries, bounds and correction with rows [N, Hkv, D] as they were stored in slots [N]."""
     with ops.place(cache):
         # in place: a captured graph writes to it, too
         cache.finite[layer] &= ops.isfinite(keys).all()

@@ -5,6 +5,7 @@ alike is used as it is: operators, `reshape`, `swapaxes`, `flatten`, and `sum`, 
 `axis` and `keepdims`. Axes not named are the last one.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +19,7 @@ Summary = dict[str, Array]
 Score = tuple[Array, Array | None, Array | None]
 
 
-class Ops:
+class Ops(ABC):
     """The operations of one array library, which a backend fills in, and numbers that all methods make of them."""
 
     abs: Callable[..., Array]
@@ -62,147 +63,150 @@ class Ops:
     keeps_views: bool  # whether a view of a pool may be kept while the pool is written
     gpu_family: str  # the GPU kernels, which read a cache's `valid`
 
+    @abstractmethod
     def place(self, cache: Any = None) -> AbstractContextManager[Any]:
         """Return the context in which the arrays of a cache are computed, or those at hand where there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on(self, like: Any, array: np.ndarray) -> Array:
         """Return a host array where `like`, an array or a cache, is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def index(self, like: Any, array: np.ndarray) -> Array:
         """Return host integers where `like` is, in the dtype that indices have."""
-        raise NotImplementedError
 
+    @abstractmethod
     def host(self, array: Array) -> np.ndarray:
         """Return an array on the host, in its own dtype: bfloat16 as ml_dtypes has it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def native(self, like: Any, array: np.ndarray) -> Array:
         """Return a host array where `like` is, in its own dtype: the inverse of `host`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def new(self, device: Any, shape: Sequence[int], dtype: str) -> Array:
         """Return zeros that a cache keeps."""
-        raise NotImplementedError
 
+    @abstractmethod
     def full(self, like: Any, shape: Sequence[int], value: bool | int | float) -> Array:
         """Return bool, int32 or float32 numbers, as `value` is, where `like` is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cast(self, x: Array, dtype: Any) -> Array:
-        raise NotImplementedError
+        """Return x in a dtype of the library."""
 
+    @abstractmethod
     def copy(self, x: Array) -> Array:
         """Return an array that no later write to x changes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def widest(self, x: Array) -> Array:
         """Return x in float64, where the library computes with it as fast as with float32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_whole(self, pool: Array) -> bool:
         """Return whether an array is contiguous."""
-        raise NotImplementedError
 
+    @abstractmethod
     def by_token(self, units: Array, length: int) -> Array:
         """Return the first `length` rows [length, Hkv, D] of units [M, Hkv, U, D], a copy."""
-        raise NotImplementedError
 
+    @abstractmethod
     def longer(self, array: Array, length: int) -> Array:
         """Return an array [P, ..] of a pool with more, empty rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gather_rows(self, array: Array, rows: Array) -> Array:
         """Return rows [..] of an array [N, ..]: [.., ..]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_along(self, x: Array, index: Array) -> Array:
         """Return x at indices of its last axis."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put_along(self, x: Array, index: Array, values: Array) -> Array:
         """Return x with values at indices of its last axis."""
-        raise NotImplementedError
 
+    @abstractmethod
     def running_count(self, mask: Array) -> Array:
         """Return how many are True up to each entry."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log_running(self, x: Array) -> Array:
         """Return log sum exp up to each entry."""
-        raise NotImplementedError
 
+    @abstractmethod
     def best_first(self, keys: Array) -> Array:
         """Return indices in falling order of keys, the lower first among equals."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kth_largest(self, keys: Array, count: Array, most: int) -> Array:
         """Return the `count`-th [.., 1] largest of keys, where 1 <= `count` <= `most`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def arange(self, like: Any, start: int, stop: int, step: int = 1) -> Array:
         """Return int32 numbers where `like` is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def variance(self, x: Array, axis: int) -> Array:
         """Return the population variance."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pad(self, x: Array, after: int, axis: int = -1, value: float = 0) -> Array:
         """Return x with `after` times `value` behind it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flip(self, x: Array) -> Array:
-        raise NotImplementedError
+        """Return x with its last axis reversed."""
 
+    @abstractmethod
     def repeat(self, x: Array, times: int) -> Array:
         """Return every element of the last axis `times` times in a row."""
-        raise NotImplementedError
 
+    @abstractmethod
     def split(self, x: Array, sizes: Sequence[int]) -> Sequence[Array]:
-        raise NotImplementedError
+        """Return the parts of the last axis, of these sizes."""
 
+    @abstractmethod
     def eigh(self, matrix: Array) -> tuple[Array, Array]:
         """Return eigenvalues, rising, and eigenvectors as columns of symmetric matrices."""
-        raise NotImplementedError
 
+    @abstractmethod
     def triangle(self, matrix: Array) -> Array:
         """Return the triangular factor of a QR decomposition."""
-        raise NotImplementedError
 
+    @abstractmethod
     def next16(self, x: Array) -> Array:
         """Return the next larger float16 of each x >= 0."""
-        raise NotImplementedError
 
+    @abstractmethod
     def signbit(self, x: Array) -> Array:
         """Return whether x is negative, zeros by their sign."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_fp8(self, x: Array) -> Array:
         """Return float32 numbers of at most 448 as E4M3 in uint8, to the nearest."""
-        raise NotImplementedError
 
+    @abstractmethod
     def from_fp8(self, codes: Array) -> Array:
         """Return the numbers [..] float32 of E4M3 in uint8."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_byte(self, scale: Array) -> Array:
         """Return float16 numbers >= 0 in one byte: five bits of exponent, three of mantissa, to the nearest."""
-        raise NotImplementedError
 
+    @abstractmethod
     def from_byte(self, stored: Array) -> Array:
         """Return the numbers [..] float32 that `to_byte` stored."""
-        raise NotImplementedError
 
+    @abstractmethod
     def all_dots(self, codes: Array, a: Array) -> Array:
         """Return inner products [B, Hkv, R, G] of stored codes [B, Hkv, G, D] with a [B, Hkv, R, D]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def packed_dots(self, packed: Array, bits: int, a: Array, has_zero: bool = False) -> Array:
         """Return inner products [B, Hkv, R, G] of packed levels [B, Hkv, G, bytes] (`summaries.rq.levels_of`) with a
         [B, Hkv, R, D], their scale left out."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------------- rounding
 

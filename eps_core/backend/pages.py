@@ -1,5 +1,5 @@
-"""How K and V lie: a pool [P, Hkv, U, D] a layer, as they are or as codes, written by slot, read by unit or by tile (a
-group of one kv head). What codes are: `codes`.
+"""Storage of K and V: a pool [P, Hkv, U, D] a layer, in the cache's dtype or quantized (`codes`), written by slot, read
+by unit or by tile (a group of one kv head).
 
 Our own pools are contiguous. Those of an engine are views of its memory, with any strides of unit, head and token, but
 the D elements of a row together.
@@ -53,8 +53,8 @@ def held(ops: Ops, pool: Pool, rows: Array) -> Array:
 
 
 def write(ops: Ops, pool: Pool, units: Array, offsets: Array, rows: Array) -> Array:
-    """Writes rows [N, Hkv, D] to offsets [N] of units [N], in place while nobody else holds the buffer, and returns
-    them as the pool holds them."""
+    """Writes rows [N, Hkv, D] to offsets [N] of units [N] and returns them as stored. In place, unless another
+    reference to the buffer exists (MLX copies it then)."""
     if not isinstance(pool, CodePool):
         pool[units, :, offsets] = rows
         return rows

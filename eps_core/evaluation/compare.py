@@ -341,8 +341,8 @@ def _print_header(job: Job, out: TextIO) -> None:
 
 @dataclass
 class Divergence:
-    """How far the sparse side's next tokens are from dense ones, both fed the dense run's: of each token its
-    KL(dense || sparse) in nats, and whether the likeliest is the same. Empty where it was not measured."""
+    """The divergence of sparse next-token distributions from dense ones, both fed the dense run's tokens: of each token
+    KL(dense || sparse) in nats, and whether the likeliest token is the same. Empty where it was not measured."""
 
     kl: list[float] = field(default_factory=list)
     agree: list[bool] = field(default_factory=list)

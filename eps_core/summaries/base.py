@@ -11,7 +11,7 @@ part of the method, and every stored bound is rounded to its safe side. One file
 - where its facts say so `constants`, `running` with `extend` and `finalize`, `stage`, `rescore` (see `MethodSpec`).
 
 `eps_core.backend.summaries` has a file of the same name with these functions over arrays of either library. It shares
-no code with this one, which judges it: this one is written from the formulas and nobody optimises it.
+no code with this one. This one follows the formulas without optimization, and tests compare the other with it.
 """
 
 import math
