@@ -170,6 +170,21 @@ def test_the_page_shows_what_the_steps_read_and_the_run_stays_the_same(
     assert page.count('role="listitem"><b>0</b>') == 2  # bytes and times of layer 0
 
 
+def test_bytes_go_to_the_heads_that_read_them(
+    model: Path, tmp_path: Path, traced: list[Trace], attended: list[tuple[int, Any]]
+) -> None:
+    command = line(model, "numpy", "--plot", "p.html", "--eps-policy", "threshold", "--eps-top-pages", "2")
+    at = command.index("--eps-budget")
+    last(outcome(command[:at] + command[at + 2 :], tmp_path))
+    reads = traced[0].reads
+    expected, uneven = np.zeros_like(reads.kv_bytes), False
+    for layer, read in attended[: STEPS * reads.session.spec.num_layers]:
+        counts = np.asarray(read.stats.counts)[0]
+        expected[layer] += counts * read.plan.config.cache_config.S * read.spec.kv_token_bytes
+        uneven |= len(set(counts.tolist())) > 1
+    assert uneven and np.allclose(reads.kv_bytes, expected)
+
+
 def test_layers_with_a_window_read_their_window(
     saved: Callable[[str], Path], tmp_path: Path, traced: list[Trace]
 ) -> None:

@@ -283,13 +283,14 @@ def test_how_much_is_kept_is_told_in_rows(name: str, share: float, says: str) ->
     [
         (
             {"method": "rq"},
-            "rq (1 bit a dimension about the mean of 64 tokens, 0.5 of each code first, a second bit of the best 0.125), "
-            "single tokens; reads 0.1 of the tokens, at least 1,024, for each kv head, always the first 4 and last 8 "
-            "tokens",
+            "rq (1 bit a dimension about the mean of 64 tokens, 0.5 of each code first, a second bit of the best "
+            "0.125), single tokens; reads 0.1 of the tokens, at least 1,024, for each kv head, always the first 4 and "
+            "last 8 tokens",
         ),
         (
             {"method": "box", "scope": "union", "top_pages": 9},
-            "box, groups of 16 tokens; reads 9 groups, for all kv heads together, always the first 16 and last 128 tokens",
+            "box, groups of 16 tokens; reads 9 groups, for all kv heads together, always the first 16 and last 128 "
+            "tokens",
         ),
         (
             {"method": "box", "budget": 300, "strict": True, "epsilon": 0.1},
