@@ -49,7 +49,7 @@ def test_a_table_that_differs_is_found_and_remade(
         assert tables.main() == code
     text = page.read_text()
     assert text.startswith(f"# Before\n\n{block}\n| model |") and text.endswith("|\n<!-- end -->\n\nAfter.\n")
-    assert "other tables in: README.md" in capsys.readouterr().out
+    assert "out of date: README.md" in capsys.readouterr().out
 
 
 def row(kind: str, kl: list[float], **values: object) -> dict:
