@@ -1,11 +1,11 @@
 """The model families of `models.registry` in Torch operations."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,8 +30,41 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+CACHE_LINE = 64  # bytes
+TOGETHER = ("q", "k", "v"), ("gate", "up")  # weights of a layer that multiply the same rows
+
+
+class Joined(NamedTuple):
+    """Weights that lie one behind the other: weight [sum of N, K], bias [sum of N], the N of each."""
+
+    weight: Tensor
+    bias: Tensor | None
+    sizes: list[int]
+
+
 class Model(ArrayModel):
     ops, activations = OPS, ACTIVATIONS
+
+    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], dtype: str, device: str) -> None:
+        scale = from_numpy(np.array(spec.embed_scale, np.float32), dtype, device)
+        super().__init__(spec, weights, dtype, device, scale)
+        self.joined: dict[str, Joined] = {}
+        if device == "cpu":
+            self._place_weights()
+
+    def _place_weights(self) -> None:
+        """Put weights that are read together behind each other, and every one at a cache line: as they lie in a file,
+        a decode step reads them a third slower, and a call of a small product costs as much as the product."""
+        for layer in range(self.spec.num_layers):
+            for names in ([f"layers.{layer}.{name}" for name in together] for together in TOGETHER):
+                weight = torch.cat([self.weights[name] for name in names])
+                biases = [self.weights[f"{name}_bias"] for name in names if f"{name}_bias" in self.weights]
+                sizes = [len(self.weights[name]) for name in names]
+                self.joined[names[0]] = Joined(weight, torch.cat(biases) if biases else None, sizes)
+                self.weights |= zip(names, weight.split(sizes), strict=True)
+        for name, weight in self.weights.items():
+            if weight.data_ptr() % CACHE_LINE:
+                self.weights[name] = weight.clone()
 
     @torch.inference_mode()
     def quantised(self) -> Self:
@@ -58,7 +91,17 @@ class Model(ArrayModel):
     def norm(self, name: str, x: Tensor) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], self.weights[name], self.spec.norm_eps)
 
+    def linears(self, names: Sequence[str], x: Tensor) -> Sequence[Tensor]:
+        joined = self.joined.get(names[0])
+        if joined is None or names[0] in self.packed:
+            return super().linears(names, x)
+        return self.linear(x, joined.weight, joined.bias).split(joined.sizes, dim=-1)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) == 1 and x.dtype == torch.bfloat16 and self.device == "cpu":
+            # Torch's product with a vector reads bfloat16 weights about twice as fast as its product with one row
+            y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+            return y[None]
         return functional.linear(x, weight, bias)
 
     def whole_step(
@@ -85,4 +128,4 @@ def load_model(path: Path, spec: ModelSpec, dtype: str = "float32", device: str 
     if place == "cuda" and spec.windowed:
         print("CUDA graphs do not take sliding windows: steps run layer by layer", file=sys.stderr)
     weights = {name: from_numpy(array, dtype, place) for name, array in load_weights(path, spec).items()}
-    return Model(spec, weights, dtype, place, from_numpy(np.array(spec.embed_scale, np.float32), dtype, place))
+    return Model(spec, weights, dtype, place)

@@ -18,7 +18,7 @@ from eps_core.summaries.rq import PARTS, QUERY_STEPS, part_dims
 Host = Callable[[Any], np.ndarray]
 _ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16}  # as kernels see a dtype
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
-ROWS_PER_THREAD = 3  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
+ROWS_PER_THREAD = 1  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
 _NO_TAIL = np.empty(0, np.int8), np.empty(0, np.int16), np.empty(0, np.int16)  # means, scale, fill
 KEY_BITS = {16, 8, 4}  # of K: as they are, and the codes that kernels read
 _NO_KEYS = np.empty(0, np.float32), (0, 0, 0)  # and their strides

@@ -1,7 +1,7 @@
 """The model families of `models.registry` over arrays of either library: the arithmetic of `decode.forward`."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -65,9 +65,8 @@ class ArrayModel:
     def project(self, layer: int, x: Array, turn: list[tuple[Array, Array]]) -> tuple[Array, Array, Array]:
         spec, prefix = self.spec, f"layers.{layer}."
         h = self.norm(prefix + "input_norm", x)
-        q = self._linear(prefix + "q", h).reshape(len(x), spec.num_heads, spec.head_dim)
-        k = self._linear(prefix + "k", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
-        v = self._linear(prefix + "v", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
+        products = self.linears([prefix + name for name in "qkv"], h)
+        q, k, v = (product.reshape(len(x), -1, spec.head_dim) for product in products)
         if spec.qk_norm:
             q, k = self.norm(prefix + "q_norm", q), self.norm(prefix + "k_norm", k)
         own = turn[spec.rope_of_layer[layer]]
@@ -80,8 +79,8 @@ class ArrayModel:
     def feed_forward(self, layer: int, x: Array) -> Array:
         prefix = f"layers.{layer}."
         h = self.norm(prefix + "post_norm", x)
-        gate = self.activations[self.spec.activation](self._linear(prefix + "gate", h))
-        y = self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
+        gate, up = self.linears([prefix + "gate", prefix + "up"], h)
+        y = self._linear(prefix + "down", self.activations[self.spec.activation](gate) * up)
         return x + self._output_norm(prefix + "feed_forward_norm", y)
 
     def logits(self, x: Array) -> Array:
@@ -91,6 +90,10 @@ class ArrayModel:
     @property
     def _head(self) -> str:
         return HEAD if HEAD in self.weights or HEAD in self.packed else "embed"
+
+    def linears(self, names: Sequence[str], x: Array) -> Sequence[Array]:
+        """Return the products of x [N, K] with several weights."""
+        return [self._linear(name, x) for name in names]
 
     def _linear(self, name: str, x: Array) -> Array:
         bias = self.weights.get(f"{name}_bias")
