@@ -47,7 +47,7 @@ class Buffers:
     cascaded: Tensor  # [parts - 1, B] int32 groups of whose codes each further part is read
     rescored: Tensor  # [B] int32 groups whose rescoring bit is read
     table: Tensor  # [B, M] int32
-    cos: Tensor  # [B, 1, D/2] float32
+    cos: Tensor  # [B, 1, D] float32
     sin: Tensor
 
 
@@ -115,7 +115,7 @@ class StaticStep:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         def angles() -> Tensor:
-            return torch.zeros((batch, 1, cache.spec.head_dim // 2), device=device)
+            return torch.zeros((batch, 1, cache.spec.head_dim), device=device)
 
         self.buffers = Buffers(
             tokens=torch.zeros(batch, dtype=torch.int64, device=device),

@@ -46,8 +46,7 @@ class Model(ArrayModel):
     ops, activations = OPS, ACTIVATIONS
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], dtype: str, device: str) -> None:
-        scale = from_numpy(np.array(spec.embed_scale, np.float32), dtype, device)
-        super().__init__(spec, weights, dtype, device, scale)
+        super().__init__(spec, weights, dtype, device)
         self.joined: dict[str, Joined] = {}
         if device == "cpu":
             self._place_weights()

@@ -68,4 +68,4 @@ def load_model(path: Path, spec: ModelSpec, dtype: str = "float32", device: str 
     for name, array in load_weights(path, spec).items():
         weights[name] = from_numpy(array, dtype, device)
         mx.eval(weights[name])
-    return Model(spec, weights, dtype, device, from_numpy(np.array(spec.embed_scale, np.float32), dtype, device))
+    return Model(spec, weights, dtype, device)

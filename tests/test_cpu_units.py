@@ -13,6 +13,9 @@ from test_cpu_kernels import check_kernels, filled, kernels_of
 from eps_core.backend.summaries.table import build_summary
 from eps_core.cpu import best, kernels, unit_queries, unit_vectors
 from eps_core.cpu import threads as threads_cpu
+from eps_core.cpu.best_vectors import squeeze_between
+from eps_core.cpu.compile import kernel
+from eps_core.cpu.vectors import masses_by_mask
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import QUERY_STEPS, rq_signs
 
@@ -213,11 +216,43 @@ def test_best_are_those_of_a_stable_sort():
                 keys[missing] = 0
                 ranked = np.argsort(np.where(missing, np.inf, -values), kind="stable")[: count - missing.sum()]
                 for num in {0, 1, count // 50, count // 4, count - 1, count}:
-                    kept, listed = keys.copy(), np.empty(count + 16, np.int32)
-                    best.keep_best(kept, count, num, np.empty(count + 16, np.uint32))
-                    taken = best.list_kept(kept, count, listed)
+                    before, listed = keys.copy(), np.empty(count + 16, np.int32)
+                    taken = best.list_best(keys, count, num, np.empty(count + 16, np.uint32), listed)
                     assert listed[:taken].tolist() == sorted(ranked[:num].tolist()), (name, count, num)
-                    assert (kept[listed[:taken]] == keys[listed[:taken]]).all()
+                    assert (keys == before).all()
+
+
+@kernel()
+def between(keys, count, least, most, kept):
+    return squeeze_between(keys, count, least, most, kept)
+
+
+def test_keys_between_two_are_found_and_those_above_counted():
+    rng = np.random.default_rng(0)
+    for count in (0, 1, 15, 16, 17, 100):
+        keys, kept = rng.integers(0, 5, count + 1).astype(np.uint32), np.empty(count + 17, np.uint32)
+        keys[rng.random(count + 1) < 0.2] = 2**32 - 1
+        own = keys[:count]
+        for least, most in ((0, 4), (1, 3), (2, 2), (3, 2**32 - 1), (4, 0)):
+            found, above = between(keys, count, np.uint32(least), np.uint32(most), kept)
+            assert kept[:found].tolist() == own[(least <= own) & (own <= most)].tolist()
+            assert above == (own > most).sum()
+
+
+@kernel()
+def masses(x, mask):
+    return masses_by_mask(x, mask)
+
+
+def test_masses_of_what_a_mask_takes_and_leaves():
+    rng = np.random.default_rng(0)
+    for count in (1, 15, 16, 17, 333):
+        x, mask = 20 * rng.normal(size=count).astype(np.float32), rng.choice(np.array([0, 1, 255], np.uint8), count)
+        x[rng.random(count) < 0.2] = rng.choice(np.float32([np.inf, -np.inf, np.nan]))
+        mass = np.where(np.isfinite(x), np.exp(x.astype(float) - x[np.isfinite(x)].max(initial=-1e30)), 0)
+        read, left = masses(x, mask)
+        np.testing.assert_allclose([read, left], [mass[mask > 0].sum(), mass[mask == 0].sum()], rtol=1e-5, atol=1e-6)
+    assert masses(np.full(20, np.inf, np.float32), np.ones(20, np.uint8)) == (0, 0)
 
 
 @pytest.mark.parametrize("config, head_dim", [

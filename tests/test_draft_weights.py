@@ -221,8 +221,7 @@ def odd_model(backend: Any, device: str, path: Path, **shape: int) -> Any:
     if model is Model:
         return model(spec, arrays, "float32")
     weights = {k: backend.from_numpy(v, "float32", device) for k, v in arrays.items()}
-    scale = backend.from_numpy(np.array(spec.embed_scale), "float32", device)
-    return model(spec, weights, "float32", device, scale)
+    return model(spec, weights, "float32", device)
 
 
 def test_rows_that_no_group_divides_keep_full_weights(

@@ -135,8 +135,16 @@ def write_kv(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.nda
         kernel = kernels.serving(kernels.write_kv, "write_kv", cache, layer, k, v, slots)
         if kernel is not None:
             return kernel.run(cache, layer, k, v, slots)
-    keys, values = write_rows(ops, cache, layer, k, v, slots)
-    return written(ops, cache, layer, keys, values, slots)
+    placed = None if kernels.place_rows is None else kernels.place_rows(cache, layer, k, v, slots)
+    if placed is None:
+        keys, values = write_rows(ops, cache, layer, k, v, slots)
+        note_finite(ops, cache, layer, keys)
+    else:
+        keys, values, finite = placed
+        if not finite:
+            with ops.place(cache):
+                cache.finite[layer] &= False
+    return follow_write(ops, cache, layer, keys, values, slots)
 
 
 def write_kv_tentative(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> Any:
@@ -176,11 +184,22 @@ def settle(ops: Ops, cache: Any) -> None:
         wait()
 
 
-def written(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots: np.ndarray) -> Any:
-    """Updates summaries, bounds and correction with rows [N, Hkv, D] as they were stored in slots [N]."""
+def note_finite(ops: Ops, cache: Any, layer: int, keys: Array) -> None:
+    """Keep for `check_finite` whether K [N, Hkv, D] is finite."""
     with ops.place(cache):
         # in place: a captured graph writes to it, too
         cache.finite[layer] &= ops.isfinite(keys).all()
+
+
+def written(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots: np.ndarray) -> Any:
+    """Do what follows from rows [N, Hkv, D] as they were stored in slots [N] by others."""
+    note_finite(ops, cache, layer, keys)
+    return follow_write(ops, cache, layer, keys, values, slots)
+
+
+def follow_write(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots: np.ndarray) -> Any:
+    """Update summaries, bounds and correction with rows [N, Hkv, D] as they were stored in slots [N]."""
+    with ops.place(cache):
         if cache.cache_config.has_bounds:
             for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
                 # a float32 norm is short by less than 2^-16 of itself; NaN in V bounds nothing
@@ -191,7 +210,8 @@ def written(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots:
             # the plan must follow every write, whatever the method makes of it
             plan = one.state[layer].plan(slots)
             _update_summaries(ops, one, layer, values if one is cache.correction else keys, plan)
-            mark_valid(ops, one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
+            if one.valid:
+                mark_valid(ops, one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
     return cache
 
 
@@ -244,6 +264,8 @@ def _extend(ops: Ops, cache: Any, layer: int, keys: Array, plan: WritePlan) -> N
     statistics, which lie beside the pool or are the summary itself; of the others, and of groups that lost their open
     slot, the keys are read back once they are full."""
     cache_config = cache.cache_config
+    if not (cache_config.method_spec.follows or plan.finalized.any()):
+        return
     followed = (plan.part_open >= 0) & cache_config.method_spec.follows
     finalize(ops, cache, layer, plan.part_groups[plan.finalized & ~followed])
     if not followed.any():

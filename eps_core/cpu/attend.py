@@ -12,7 +12,7 @@ import numpy as np
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, add_scaled, add_weighted, dots
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.vectors import HEADS, LANES, exp_all, exp_sum, largest_of, weigh, wide
+from eps_core.cpu.vectors import HEADS, LANES, exp_all, exp_sum, largest_of, masses_by_mask, weigh, wide
 
 ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes speed only
 
@@ -42,12 +42,16 @@ def attend(
         row = np.searchsorted(starts, task, side="right") - 1
         b, h = row // kv_heads, row % kv_heads
         first = (task - starts[row]) * per_task
-        count = 0
+        count, unit_end, k_start, v_start = 0, 0, 0, 0
         for i in range(first, min(first + per_task, counts[b, h])):
-            m, sub = divmod(groups[b, h, i], per_unit)
-            k_start = table[b, m] * k_strides[0] + h * k_strides[1]
-            v_start = table[b, m] * v_strides[0] + h * v_strides[1]
-            for offset in range(sub * size, sub * size + min(size, lengths[b] - groups[b, h, i] * size)):
+            group = groups[b, h, i]
+            if group >= unit_end:  # they ascend
+                m = group // per_unit
+                unit_end = (m + 1) * per_unit
+                k_start = table[b, m] * k_strides[0] + h * k_strides[1]
+                v_start = table[b, m] * v_strides[0] + h * v_strides[1]
+            begin = (group - unit_end + per_unit) * size
+            for offset in range(begin, begin + min(size, lengths[b] - group * size)):
                 k_rows[count], v_rows[count] = k_start + offset * k_strides[2], v_start + offset * v_strides[2]
                 count += 1
         padded = (count + 3) // 4 * 4
@@ -207,20 +211,14 @@ def merge(out, lse, other_out, other_lse, whole, whole_lse):
 def skipped_mass(progress, estimate, selected_mask, shares):
     """Fills shares [B, Hkv] with the estimated share of the softmax outside visit [B, Hkv, G] uint8; groups without an
     estimate are left out of both sides. One phase."""
-    batch, kv_heads, groups = estimate.shape
-    padded = (groups + 15) // 16 * 16
+    batch, kv_heads, _ = estimate.shape
     while True:
         row = take(progress, 0)
         if row >= batch * kv_heads:
             break
-        own, listed = estimate[row // kv_heads, row % kv_heads], selected_mask[row // kv_heads, row % kv_heads]
-        masses = np.full(padded, -np.inf, np.float32)
-        for group in range(groups):
-            masses[group] = own[group] if abs(own[group]) < np.inf else -np.inf
-        _, total = exp_from_largest(masses)
-        left = np.float32(0)
-        for group in range(groups):
-            left += masses[group] if not listed[group] else np.float32(0)
-        shares[row // kv_heads, row % kv_heads] = left / total if total > 0 else np.float32(0)
+        b, h = row // kv_heads, row % kv_heads
+        read, left = masses_by_mask(estimate[b, h], selected_mask[b, h])
+        total = read + left
+        shares[b, h] = left / total if total > 0 else np.float32(0)
         finish(progress, 0)
     wait(progress, 0, batch * kv_heads)

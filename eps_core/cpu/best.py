@@ -6,7 +6,7 @@ sort would choose: the largest, the lower index first among equals.
 
 import numpy as np
 
-from eps_core.cpu.best_vectors import count_above, squeeze
+from eps_core.cpu.best_vectors import count_above, squeeze, squeeze_between
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.threads import finish, take, wait
 
@@ -75,8 +75,7 @@ def threshold(keys, count, num, spare):
     low, high = np.uint32(0), np.uint32(0xFFFFFFFF)
     if count >= 8 * SAMPLE:
         least, most = bracket(keys, count, num, low, high)
-        above = count_above(keys, count, most)
-        found = squeeze(keys, 0, count, least, most, keys, spare, 0) if above < num else 0
+        found, above = squeeze_between(keys, count, least, most, spare)
         if above < num <= above + found:
             key, equal, wanted = nth_largest(spare, found, num - above, least, most)
             return key, _end(keys, count, key, equal - wanted)
@@ -98,19 +97,15 @@ def limit(keys, count, num, spare):
 
 
 @kernel()
-def keep_best(keys, count, num, spare):
-    """Keeps the `num` largest of keys [count], the others become 0; all stay where no more are there. num >= 0."""
+def list_best(keys, count, num, spare, listed):
+    """Lists the indices of the `num` largest of keys [count], ascending, those of keys that are 0 not; listed and spare
+    have room for 16 more than count. Returns how many. num >= 0."""
     key, end = limit(keys, count, num, spare)
-    for i in range(end):
-        keys[i] = keys[i] if keys[i] >= key else np.uint32(0)
-    for i in range(end, count):
-        keys[i] = keys[i] if keys[i] > key else np.uint32(0)
-
-
-@kernel()
-def list_kept(keys, count, listed):
-    """Indices of the keys [count] that are not 0, ascending; listed has room for 16 more. Returns how many."""
-    return squeeze(keys, 0, count, np.uint32(1), np.uint32(0xFFFFFFFF), None, listed, 0)
+    last = np.uint32(0xFFFFFFFF)
+    taken = squeeze(keys, 0, end, key, last, None, listed, 0)
+    if key == last:
+        return taken
+    return squeeze(keys, end, count, key + np.uint32(1), last, None, listed, taken)
 
 
 @kernel()
@@ -129,13 +124,12 @@ def select_topk(progress, estimate, count, selectable, ends, groups, selected_ma
         order(estimate[b, h, :end].view(np.uint32), keys)
         keys[: selectable[b, 0]] = FIRST
         keys[selectable[b, 1] : end] = FIRST
-        keep_best(keys, end, count[b], spare)
-        taken = list_kept(keys, end, listed)
+        taken = list_best(keys, end, count[b], spare, listed)
         own, seen = groups[b, h], selected_mask[b, h]
         own[:taken] = listed[:taken]
         own[taken:] = -1
-        for i in range(end):
-            seen[i] = keys[i] != 0
-        seen[end:] = 0
+        seen[:] = 0
+        for i in range(taken):
+            seen[listed[i]] = 1
         finish(progress, 0)
     wait(progress, 0, batch * kv_heads)

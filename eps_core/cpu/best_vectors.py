@@ -172,3 +172,42 @@ def squeeze(typing_context, keys, first, end, least, most, values, target, taken
         return builder.load(held)
 
     return types.int64(keys, first, end, least, most, values, target, taken), codegen
+
+
+@intrinsic
+def squeeze_between(typing_context, keys, count, least, most, target):
+    """Puts those of the first `count` keys that lie from `least` to `most` side by side into target, which has room for
+    LANES more; returns how many they are, and how many keys lie above `most`. All uint32."""
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        key_data, target_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 4))
+        num = _int64(context, builder, kinds[1], args[1])
+        low, high = (context.cast(builder, args[i], kinds[i], types.uint32) for i in (2, 3))
+        found, above = (cgutils.alloca_once_value(builder, _i64(0)) for _ in range(2))
+        lows, highs = _spread(builder, low), _spread(builder, high)
+        whole = builder.and_(num, _i64(-LANES))
+
+        def add(kept, bits):
+            builder.store(builder.add(builder.load(kept), builder.zext(builder.ctpop(bits), _i64)), kept)
+
+        with cgutils.for_range_slice(builder, _i64(0), whole, _i64(LANES)) as (at, _):
+            own = _load(builder, builder.gep(key_data, [at]), LANES, _i32)
+            larger = builder.icmp_unsigned(">", own, highs)
+            inside = builder.and_(builder.icmp_unsigned(">=", own, lows), builder.not_(larger))
+            inside, larger = builder.bitcast(inside, _i16), builder.bitcast(larger, _i16)
+            with builder.if_then(builder.icmp_unsigned("!=", inside, ir.Constant(_i16, 0))):
+                _append(builder, own, inside, builder.gep(target_data, [builder.load(found)]))
+            add(found, inside)
+            add(above, larger)
+        with cgutils.for_range_slice(builder, whole, num, _i64(1)) as (at, _):
+            own = builder.load(builder.gep(key_data, [at]))
+            larger = builder.icmp_unsigned(">", own, high)
+            inside = builder.and_(builder.icmp_unsigned(">=", own, low), builder.not_(larger))
+            place = builder.gep(target_data, [builder.load(found)])
+            builder.store(own, builder.bitcast(place, _i32.as_pointer()))
+            for kept, bit in ((found, inside), (above, larger)):
+                builder.store(builder.add(builder.load(kept), builder.zext(bit, _i64)), kept)
+        return context.make_tuple(builder, signature.return_type, [builder.load(found), builder.load(above)])
+
+    return types.UniTuple(types.int64, 2)(keys, count, least, most, target), codegen

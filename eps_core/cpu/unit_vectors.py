@@ -240,8 +240,9 @@ def _over_rows(builder, data, num_bytes, use):
 def _over_listed(builder, rows, num_bytes, use):
     """use(number, word) for the words of sixteen groups whose num_bytes bytes begin at sixteen pointers."""
     all_words = builder.udiv(num_bytes, _i64(WORD))
-    fours, rest = builder.and_(all_words, _i64(-4)), builder.and_(num_bytes, _i64(WORD - 1))
-    for words, first, end in ((4, _i64(0), fours), (1, fours, all_words)):
+    fours, twos = builder.and_(all_words, _i64(-4)), builder.and_(all_words, _i64(-2))
+    rest = builder.and_(num_bytes, _i64(WORD - 1))
+    for words, first, end in ((4, _i64(0), fours), (2, fours, twos), (1, twos, all_words)):
         with cgutils.for_range_slice(builder, first, end, _i64(words)) as (word, _):
             here = builder.mul(word, _i64(WORD))
             columns = _transposed(builder, [builder.gep(row, [here]) for row in rows], words)

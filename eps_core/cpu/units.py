@@ -9,7 +9,7 @@ multiple of LANES here. Stages follow each other, as each reads on where the one
 import numpy as np
 
 from eps_core.config.selection import ANCHOR_SPREAD
-from eps_core.cpu.best import keep_best, limit, list_kept
+from eps_core.cpu.best import limit, list_best
 from eps_core.cpu.best_vectors import mark
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.kept_vectors import (
@@ -34,6 +34,7 @@ SEALS_AHEAD, LISTED_AHEAD = 8, 128  # what is asked for ahead; changes speed onl
 MOST_PHASES = 7  # of `score_some`
 NEAR = np.float32(ANCHOR_SPREAD)
 KNOWN, MISSING, PAST = 0, 1, 2  # states of a span
+ALL_BITS = -1
 NO_HEAD = np.float32(-1e30)  # a score whose mass is nothing beside any other
 
 
@@ -117,10 +118,8 @@ def read_kept(
     passes = words.shape[0]
     room, first_words = len(bases) // (passes * HEADS), (first_bytes + WORD - 1) // WORD
     all_words = first_words + (later_bytes + WORD - 1) // WORD
-    width, taken, log_groups = packed.shape[1], 0, 0
+    width, taken, log_groups = packed.shape[1], 0, log2(finalize_groups)
     flat = packed.reshape(-1)
-    while 1 << log_groups < finalize_groups:
-        log_groups += 1
     for span in range(begin, end):
         place = (places[span] + shift) * finalize_groups
         ahead = places[min(span + SEALS_AHEAD, len(places) - 1)] + shift
@@ -149,21 +148,34 @@ def read_kept(
 
 
 @kernel()
-def locate(listed, count, kept, finalize_groups, places, shift, chosen, span_of):
-    """Fills chosen and span_of with the places in pools and the spans of the first `count` listed entries of `kept`;
-    the last stands for what is missing to a multiple of LANES, in `listed`, too."""
+def log2(power):
+    """Return the logarithm of a power of two."""
+    log = 0
+    while 1 << log < power:
+        log += 1
+    return log
+
+
+@kernel()
+def locate(listed, count, kept, finalize_groups, places, shift, groups, chosen, span_of):
+    """Fills groups, chosen and span_of with the numbers, the places in pools and the spans of the first `count` listed
+    entries of `kept`; the last stands for what is missing to a multiple of LANES, in `listed`, too."""
+    log_groups = log2(finalize_groups)
     for i in range(count):
         group = kept[listed[i]]
-        span = group // finalize_groups
-        chosen[i], span_of[i] = (places[span] + shift) * finalize_groups + group - span * finalize_groups, span
+        span = group >> log_groups
+        groups[i], span_of[i] = group, span
+        chosen[i] = ((places[span] + shift - span) << log_groups) + group
     for i in range(count, (count + LANES - 1) // LANES * LANES):
-        listed[i], chosen[i], span_of[i] = listed[count - 1], chosen[count - 1], span_of[count - 1]
+        listed[i], groups[i], chosen[i], span_of[i] = (
+            listed[count - 1], groups[count - 1], chosen[count - 1], span_of[count - 1]
+        )  # fmt: skip
 
 
 @kernel()
 def read_listed(
-    begin, end, count, pool, num_bytes, scale, words, doubled, factors, bases, adds, listed, chosen, span_of, fresh,
-    own, kept, kept_keys, kept_sums,
+    begin, end, count, pool, num_bytes, scale, words, doubled, factors, bases, adds, listed, groups, chosen, span_of,
+    fresh, own, kept_keys, kept_sums,
 ):  # fmt: skip
     """Score entries begin .. end - 1 of `count` that are listed and located by num_bytes more bytes of `pool`: as
     `read_kept`, in its lists, or where it is `doubled`, the last that is read, in `own` alone."""
@@ -184,8 +196,7 @@ def read_listed(
                 for lane in range(number):
                     for r in range(HEADS):
                         kept_sums[listed[i + lane] * stride + at * HEADS + r] = sums[lane * HEADS + r]
-        for lane in range(number):
-            own[kept[listed[i + lane]]] = fresh[lane]
+        put_scores(fresh, number, groups, i, ALL_BITS, 0, own)
         if not doubled:
             put_keys(fresh, 0, number, keys, 0)
             for lane in range(number):
@@ -196,13 +207,14 @@ def read_listed(
 def new_lists(rows, groups, chunks, passes):
     """Return the lists that the stages of some rows leave for the next: keys uint32 of all groups, 0 where there is
     nothing to choose; `marks` and `starts` of `choose_first`, and the last start of what is listed; kept, kept_keys and
-    kept_sums of `read_kept`; listed, chosen and span_of of `locate`."""
+    kept_sums of `read_kept`; listed, groups, chosen and span_of of `locate`."""
     room = groups + LANES * chunks
     return (
         np.empty((rows, groups), np.uint32), np.empty((rows, groups // LANES), np.uint16),
         np.empty((rows, chunks + 2), np.int64), np.empty((rows, room), np.int32), np.empty((rows, room), np.uint32),
         np.empty((rows, room * passes * HEADS), np.int16), np.empty((rows, room + LANES), np.int32),
-        np.empty((rows, room + LANES), np.int64), np.empty((rows, room + LANES), np.int32),
+        np.empty((rows, room + LANES), np.int32), np.empty((rows, room + LANES), np.int64),
+        np.empty((rows, room + LANES), np.int32),
     )  # fmt: skip
 
 
@@ -219,7 +231,7 @@ def score_some(
     first_bytes = (dims[0] + 7) // 8
     per_task = max(CHUNK_GROUPS // finalize_groups, 1)
     chunks = (spans + per_task - 1) // per_task
-    keys, marks, starts, kept, kept_keys, kept_sums, listed, chosen, span_of = lists
+    keys, marks, starts, kept, kept_keys, kept_sums, listed, groups, chosen, span_of = lists
     spare, fresh = np.empty(kept.shape[1] + LANES, np.uint32), np.empty(LANES, np.float32)
     packed = np.empty((head_dim // 16 + 3, per_task * finalize_groups + LANES), np.int32)
     while True:
@@ -285,12 +297,13 @@ def score_some(
                 break
             row = first_row + task
             total = starts[task, chunks]
-            keep_best(kept_keys[task], total, numbers[row // kv_heads], spare)
-            count = list_kept(kept_keys[task], total, listed[task])
+            count = list_best(kept_keys[task], total, numbers[row // kv_heads], spare, listed[task])
+            if not doubled:
+                kept_keys[task, :total] = 0  # those of what is listed follow, and rescoring chooses among these alone
             starts[task, chunks + 1] = count
             locate(
                 listed[task], count, kept[task], finalize_groups, places[row // kv_heads], row % kv_heads * per_unit,
-                chosen[task], span_of[task],
+                groups[task], chosen[task], span_of[task],
             )  # fmt: skip
             for i in range(min(LISTED_AHEAD, count)):
                 ask_for(pool, chosen[task, i] * num_bytes, num_bytes)
@@ -309,8 +322,8 @@ def score_some(
             read_listed(
                 begin, min(begin + LISTED_GROUPS, count), count, pool, num_bytes, own_scale,
                 words[row, :, word * WORD_TABLE :], doubled, factors[row, :, parts if doubled else 2], bases[row],
-                adds and doubled == any_rescored, listed[place], chosen[place], span_of[place], fresh,
-                estimate[row // kv_heads, row % kv_heads], kept[place], kept_keys[place], kept_sums[place],
+                adds and doubled == any_rescored, listed[place], groups[place], chosen[place], span_of[place], fresh,
+                estimate[row // kv_heads, row % kv_heads], kept_keys[place], kept_sums[place],
             )  # fmt: skip
             finish(progress, phase)
         wait(progress, phase, some * pieces)

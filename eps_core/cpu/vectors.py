@@ -286,15 +286,65 @@ def largest_of(typing_context, x, count):
         most = builder.load(largest[0])
         for kept in largest[1:]:
             most = _call(builder, "maxnum", most, builder.load(kept))
-        lanes = LANES
-        while lanes > 1:
-            lanes //= 2
-            low, high = ([*range(start, start + lanes)] for start in (0, lanes))
-            sides = [_shuffle(builder, most, most, picks) for picks in (low, high)]
-            most = builder.select(builder.fcmp_ordered(">", *sides), *sides)
-        return builder.extract_element(most, _i32(0))
+        return _largest_lane(builder, most)
 
     return types.float32(x, types.int64), codegen
+
+
+def _largest_lane(builder, most):
+    """The largest of sixteen float32, none of them NaN."""
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        low, high = ([*range(start, start + lanes)] for start in (0, lanes))
+        sides = [_shuffle(builder, most, most, picks) for picks in (low, high)]
+        most = builder.select(builder.fcmp_ordered(">", *sides), *sides)
+    return builder.extract_element(most, _i32(0))
+
+
+@intrinsic
+def masses_by_mask(typing_context, x, mask):
+    """The sums of exp(x[i] - largest) over the i of which mask[i], uint8, is not 0, and over the others: x float32 of
+    which what is not finite counts nothing, largest the largest that counts."""
+
+    def codegen(context, builder, signature, args):
+        data, mask_data = (_data(context, builder, signature.args[i], args[i]) for i in (0, 1))
+        num = context.make_array(signature.args[0])(context, builder, args[0]).nitems
+        whole, least = builder.and_(num, _i64(-LANES)), _splat(float("-inf"))
+        bytes_type = _vector(ir.IntType(8))
+
+        def each(use):
+            """use(x, mask) for sixteen at a time, and for the rest one by one, each beside fifteen -inf."""
+            with cgutils.for_range_slice(builder, _i64(0), whole, _i64(LANES)) as (at, _):
+                use(_load(builder, builder.gep(data, [at]), LANES, _f32),
+                    _load(builder, builder.gep(mask_data, [at]), LANES, ir.IntType(8)))  # fmt: skip
+            with cgutils.for_range_slice(builder, whole, num, _i64(1)) as (at, _):
+                one, listed = (builder.load(builder.gep(pointer, [at])) for pointer in (data, mask_data))
+                zeros = ir.Constant(bytes_type, [0] * LANES)
+                use(builder.insert_element(least, one, _i32(0)), builder.insert_element(zeros, listed, _i32(0)))
+
+        def finite(own):
+            return builder.select(
+                builder.fcmp_ordered("<", _call(builder, "fabs", own), _splat(float("inf"))), own, least
+            )
+
+        most, read, left = (cgutils.alloca_once_value(builder, one) for one in (least, _splat(0.0), _splat(0.0)))
+        each(lambda own, _: builder.store(_call(builder, "maxnum", finite(own), builder.load(most)), most))
+        largest = _largest_lane(builder, builder.load(most))
+        none = builder.fcmp_ordered("==", largest, ir.Constant(_f32, float("-inf")))
+        by = _broadcast(builder, builder.select(none, ir.Constant(_f32, 0.0), largest))
+
+        def add(own, listed):
+            mass = _exp(builder, builder.fsub(finite(own), by))
+            is_read = builder.icmp_unsigned("!=", listed, ir.Constant(bytes_type, [0] * LANES))
+            for kept, part in ((read, (mass, _splat(0.0))), (left, (_splat(0.0), mass))):
+                builder.store(builder.fadd(builder.load(kept), builder.select(is_read, *part)), kept)
+
+        each(add)
+        sums = (builder.extract_element(_sums(builder, [builder.load(kept)]), _i32(0)) for kept in (read, left))
+        return context.make_tuple(builder, signature.return_type, list(sums))
+
+    return types.UniTuple(types.float32, 2)(x, mask), codegen
 
 
 @intrinsic
@@ -315,7 +365,14 @@ def exp_sum(typing_context, x, start, count, largest):
 
 
 def _transposed(builder, pointers, words: int):
-    """`words` vectors of sixteen 32-bit words: word j of each of sixteen rows, for words 1 or 4."""
+    """`words` vectors of sixteen 32-bit words: word j of each of sixteen rows, for words 1, 2 or 4."""
+    if words == 2:
+        halves = [ir.Constant(_vector(_i64, LANES // 2), ir.Undefined) for _ in range(2)]
+        for lane, pointer in enumerate(pointers):
+            pair = builder.load(builder.bitcast(pointer, _i64.as_pointer()), align=1)
+            halves[lane // 8] = builder.insert_element(halves[lane // 8], pair, _i32(lane % 8))
+        low, high = (builder.bitcast(half, _vector(_i32)) for half in halves)
+        return [_shuffle(builder, low, high, [*range(side, 2 * LANES, 2)]) for side in (0, 1)]
     if words == 1:
         column = ir.Constant(_vector(_i32), ir.Undefined)
         for lane, pointer in enumerate(pointers):
@@ -355,6 +412,8 @@ def wide(typing_context, stored):
     """A stored number as float32: the bits of a float16 where it is an int16, of a bfloat16 where it is a uint16."""
 
     def codegen(context, builder, signature, args):
+        if signature.args[0] == types.float32:
+            return args[0]
         if signature.args[0] == types.int16:
             return _from_half(builder, args[0])
         return builder.bitcast(builder.shl(builder.zext(args[0], _i32), _i32(16)), _f32)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eps_core.cpu.compile import kernel
+from eps_core.cpu.vectors import wide
 from eps_core.summaries.rq import PARTS, SECOND_STEP, hadamard_blocks
 
 
@@ -25,6 +26,23 @@ def _fold(rows, count):
         if odd:
             rows[half] = rows[count - 1]
         count = half + odd
+
+
+@kernel()
+def place_rows(k_pool, v_pool, k_strides, v_strides, k, v, slots, unit_tokens):
+    """Copies k, v [N, Hkv, D] to slots [N] of pools as `calls.rows_of` gives them. Returns whether K is finite."""
+    tokens, kv_heads, head_dim = k.shape
+    finite = True
+    for n in range(tokens):
+        unit = slots[n] // unit_tokens
+        offset = slots[n] - unit * unit_tokens
+        for h in range(kv_heads):
+            k_row = unit * k_strides[0] + h * k_strides[1] + offset * k_strides[2]
+            v_row = unit * v_strides[0] + h * v_strides[1] + offset * v_strides[2]
+            for d in range(head_dim):
+                k_pool[k_row + d], v_pool[v_row + d] = k[n, h, d], v[n, h, d]
+                finite &= abs(wide(k[n, h, d])) < np.inf
+    return finite
 
 
 @kernel()

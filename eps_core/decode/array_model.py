@@ -21,11 +21,12 @@ class ArrayModel:
     ops: ClassVar[Ops]
     activations: ClassVar[Mapping[str, Callable[[Any], Any]]]
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Array], dtype: str, device: str, embed_scale: Array) -> None:
+    def __init__(self, spec: ModelSpec, weights: dict[str, Array], dtype: str, device: str) -> None:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
         self.packed: dict[str, Any] = {}  # layers with 4-bit weights
         self.ropes = [(inverse_frequencies(rope), attention_factor(rope)) for rope in spec.ropes]
-        self.embed_scale = embed_scale
+        scale = self.ops.on(self, np.array(spec.embed_scale, np.float32))
+        self.embed_scale = self.ops.cast(scale, weights["embed"].dtype)
 
     def norm(self, name: str, x: Array) -> Array:
         """Return the RMS norm of x [.., D]."""
@@ -55,9 +56,10 @@ class ArrayModel:
         return drafts
 
     def angles(self, positions: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`, of each of
+        """Return cos and sin [N, 1, D] float32 of `rotate` at every position, times `rope.attention_factor`, of each of
         `ModelSpec.ropes`."""
-        return [cos_sin(frequencies, positions, factor) for frequencies, factor in self.ropes]
+        pairs = (cos_sin(frequencies, positions, factor) for frequencies, factor in self.ropes)
+        return [(np.concatenate([cos, cos], -1), np.concatenate([-sin, sin], -1)) for cos, sin in pairs]
 
     def rotation(self, positions: np.ndarray) -> list[tuple[Array, Array]]:
         return [(self.ops.on(self, cos), self.ops.on(self, sin)) for cos, sin in self.angles(positions)]
@@ -69,8 +71,8 @@ class ArrayModel:
         q, k, v = (product.reshape(len(x), -1, spec.head_dim) for product in products)
         if spec.qk_norm:
             q, k = self.norm(prefix + "q_norm", q), self.norm(prefix + "k_norm", k)
-        own = turn[spec.rope_of_layer[layer]]
-        return rotate(self.ops, q, *own), rotate(self.ops, k, *own), v
+        both = rotate(self.ops, self.ops.concatenate([q, k], axis=1), *turn[spec.rope_of_layer[layer]])
+        return both[:, : spec.num_heads], both[:, spec.num_heads :], v
 
     def add_attention(self, layer: int, x: Array, out: Array) -> Array:
         y = self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
@@ -106,8 +108,8 @@ class ArrayModel:
 
 
 def rotate(ops: Ops, x: Array, cos: Array, sin: Array) -> Array:
-    """RoPE in Hugging Face's half-rotation form, in float32: x [N, H, D], cos, sin [N, 1, D/2]. Dimensions i and
-    i + D/2 are a pair."""
+    """RoPE in Hugging Face's half-rotation form, in float32: x [N, H, D]; cos [N, 1, D] of the angle of dimension i and
+    of i + D/2, a pair; sin [N, 1, D] of it, negated for the first."""
     wide, half = ops.float32(x), x.shape[-1] // 2
-    first, second = wide[..., :half], wide[..., half:]
-    return ops.cast(ops.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
+    swapped = ops.concatenate([wide[..., half:], wide[..., :half]], axis=-1)
+    return ops.cast(wide * cos + swapped * sin, x.dtype)

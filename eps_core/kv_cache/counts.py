@@ -15,6 +15,8 @@ def check_write(spec: CacheSpec, cache_config: CacheConfig, shapes: Sequence[Seq
         if tuple(shape) != expected:
             raise ValueError(f"{name} has shape {tuple(shape)}: [slots, kv heads, head dim] is {expected}")
     capacity = spec.num_units * cache_config.unit_tokens
+    if len(slots) == 1 and 0 <= slots[0] < capacity:
+        return  # in every layer of every step
     if len(slots) and not 0 <= slots.min() <= slots.max() < capacity:
         raise ValueError(f"slots run from {slots.min()} to {slots.max()}: the pool has slots 0 to {capacity - 1}")
 

@@ -6,6 +6,7 @@ What kernels give is made of numpy arrays, so nothing is recorded for gradients 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.attention.kernels import Kernel
 from eps_core.backend.cpu import CpuKernels
+from eps_core.cpu import calls, write
+from eps_cuda.device import DTYPES
 from eps_cuda.ops import OPS
 
 
@@ -65,9 +69,27 @@ class TorchKernels(CpuKernels):
     def array(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
+    def place_rows(
+        self, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Return k, v [N, Hkv, D] as they were stored in slots [N], and whether K is finite. A dozen Torch operations
+        for a row take the time of a small product of matrices."""
+        of = DTYPES[cache.spec.dtype]
+        k, v, host = k.to(of).contiguous(), v.to(of).contiguous(), self.pools(cache)
+        (k_pool, k_strides), (v_pool, v_strides) = (
+            calls.rows_of(pool[layer], cache.spec.dtype, host) for pool in (cache.k, cache.v)
+        )
+        rows = (_memory(one).view(k_pool.dtype) for one in (k, v))
+        unit_tokens = cache.cache_config.unit_tokens
+        return k, v, write.place_rows(k_pool, v_pool, k_strides, v_strides, *rows, slots, unit_tokens)
+
     def run(self, kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
         _team()[0](kernel, phases, *args, alone=alone)
 
 
+def _unsupported_rows(cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> str | None:
+    return f"K in {cache.spec.k_bits} and V in {cache.spec.v_bits}" if cache.spec.quantised else None
+
+
 kernels = TorchKernels()
-KERNELS = kernels.table()
+KERNELS = replace(kernels.table(), place_rows=Kernel(kernels.place_rows, _unsupported_rows))
