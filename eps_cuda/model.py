@@ -14,15 +14,14 @@ from torch.nn import functional
 
 from eps_core.attention.stats import StepOutput
 from eps_core.decode.array_model import ArrayModel
-from eps_core.decode.draft_weights import FLAG
 from eps_core.errors import ConfigError
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.models.spec import ModelSpec
 from eps_core.models.weights import load_weights
 from eps_cuda.cache import Cache
 from eps_cuda.device import DTYPES, device_of, from_numpy
-from eps_cuda.draft_weights import Packed, pack
 from eps_cuda.ops import OPS
+from eps_cuda.quantised_weights import pack_groups, pack_rows
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -66,15 +65,15 @@ class Model(ArrayModel):
                 self.weights[name] = weight.clone()
 
     @torch.inference_mode()
-    def quantised(self) -> Self:
+    def quantised(self, bits: int) -> Self:
         if self.device != "cpu":
             raise ConfigError(
-                f"4-bit draft weights need the CPU in Torch, and the model is on {self.device}: add {FLAG}"
+                f"{bits}-bit weights need the CPU in Torch, and the model is on {self.device}: use full weights"
             )
-        return super().quantised()
+        return super().quantised(bits)
 
-    def pack(self, weight: Tensor, group_size: int) -> Packed:
-        return pack(weight, group_size)
+    def pack(self, weight: Tensor, group_size: int, bits: int) -> Callable[[Tensor, Tensor | None], Tensor]:
+        return pack_rows(weight) if bits == 8 else pack_groups(weight, group_size)
 
     def scope(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()

@@ -17,8 +17,8 @@ from eps_core.errors import ConfigError
 from eps_core.models.spec import ModelSpec
 from eps_core.models.weights import load_weights
 from eps_mlx.device import DTYPES, device_of, devices, from_numpy
-from eps_mlx.draft_weights import Packed, pack
 from eps_mlx.ops import OPS
+from eps_mlx.quantised_weights import Packed, pack_groups, pack_rows
 
 
 def _silu(x: mx.array) -> mx.array:
@@ -36,9 +36,9 @@ ACTIVATIONS = {"silu": _silu, "gelu_pytorch_tanh": _gelu_tanh}
 class Model(ArrayModel):
     ops, activations = OPS, ACTIVATIONS
 
-    def pack(self, weight: mx.array, group_size: int) -> Packed:
+    def pack(self, weight: mx.array, group_size: int, bits: int) -> Packed:
         with self.scope():
-            return pack(weight, group_size, self.device)
+            return pack_rows(weight, self.device) if bits == 8 else pack_groups(weight, group_size, self.device)
 
     def scope(self) -> AbstractContextManager[Any]:
         return mx.stream(device_of(self.device))

@@ -67,7 +67,7 @@ LEFT_OUT = {
         "test_cpu_rows.py::test_rows_are_as_exact_as_float32*",
         "test_cpu_units.py::test_layers_share_*",
         "test_cpu_units.py::test_odd_queries*",
-        "test_draft_weights_run.py*",
+        "test_quantised_weights_run.py*",
         "test_engine.py::test_any_order_*",
         "test_evict_policies.py::test_it_keeps_what_its_formula_says*",
         "test_evicting.py::test_every_policy_decodes_*",

@@ -50,7 +50,7 @@ def test_the_public_names_and_signatures_are_stable() -> None:
     names = {name: [*inspect.signature(call).parameters] for name, call in (("LLM", LLM), ("generate", LLM.generate))}
     assert names["LLM"] == [
         "model", "method", "config", "speculative", "backend", "device", "dtype", "kv_dtype", "kv_bits", "kernels",
-        "cache_dir", "selection",
+        "cache_dir", "weights", "selection",
     ]  # fmt: skip
     assert names["generate"] == [
         "self", "prompts", "max_new_tokens", "temperature", "top_p", "stop", "seed", "chat", "ignore_eos"

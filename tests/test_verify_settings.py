@@ -16,7 +16,7 @@ from eps_core.metrics.terminal import describe_verify
     ("settings", "said"),
     [
         ({"mode": "on"}, "eps-verify 'on' is unknown: choose one of off, tokens"),
-        ({"weights": "8bit"}, "eps-draft-weights '8bit' is unknown: choose one of full, 4bit"),
+        ({"weights": "2bit"}, "eps-draft-weights '2bit' is unknown: choose one of full, 8bit, 4bit"),
         ({"draft": None, "most": 0}, "eps-draft-most 0 is outside 1 to 64 tokens"),
         ({"draft": None, "most": 65}, "eps-draft-most 65 is outside 1 to 64 tokens"),
         ({"draft": -1}, r"eps-draft -1 is outside 0 to 16 \(eps-draft-most\) tokens: or use auto"),

@@ -27,7 +27,7 @@ from eps_core.models.config import DEMO_MODEL
 
 # what our own decoders do and engines do not, or do their own way
 _OWN_ONLY = (
-    "backend", "kv_dtype", "kv_bits", "prefill_chunk", "cache_dir", "pool_tokens", "kl", "sample_by",
+    "backend", "weights", "kv_dtype", "kv_bits", "prefill_chunk", "cache_dir", "pool_tokens", "kl", "sample_by",
     "eps_audit_factor", "eps_audit_off", "plot",
 )  # fmt: skip
 

@@ -39,6 +39,7 @@ from eps_core.cli.source import (
     kv_bits_option,
     kv_dtype_option,
     model_option,
+    weights_option,
 )
 from eps_core.cli.speculative import speculative_of, speculative_options
 from eps_core.decode.sampling import RULES as DRAW_RULES
@@ -53,8 +54,8 @@ from eps_core.summaries.table import method_spec
 DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
 _SAME = (
-    "engine", "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "stop", "metrics", "csv",
-    "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat", "kv_bits", "cache_dir",
+    "engine", "backend", "device", "model", "dtype", "weights", "prefill_chunk", "pool_tokens", "stop", "metrics",
+    "csv", "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat", "kv_bits", "cache_dir",
     "keep_newline",
 )  # fmt: skip
 
@@ -100,6 +101,7 @@ def cli() -> None:
 @device_option
 @model_option
 @dtype_option
+@weights_option
 @kv_dtype_option
 @kv_bits_option
 @option(

@@ -5,6 +5,7 @@ import click
 from eps_core.cli.help import FILE, MODEL, option
 from eps_core.cli.numbers import KvBits
 from eps_core.config.cache import DTYPE_BYTES
+from eps_core.config.formats import WEIGHT_BITS
 from eps_core.load import BACKENDS
 
 backend_option = option(
@@ -28,6 +29,11 @@ model_option = option(
 dtype_option = option(
     "--dtype", heading=MODEL, type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
     help="Weight dtype; auto: as stored, but float32 on a CPU that does not multiply bfloat16 natively.",
+)  # fmt: skip
+weights_option = option(
+    "--weights", heading=MODEL, type=click.Choice(tuple(WEIGHT_BITS)), default="full", show_default=True,
+    help="Weights that decode steps read, dense and sparse. 8bit, 4bit: steps read a half or a quarter of the bytes; "
+    "prompts are read with the full weights, which stay in memory.",
 )  # fmt: skip
 kv_dtype_option = option(
     "--kv-dtype", heading=MODEL, type=click.Choice(tuple(DTYPE_BYTES)), help="KV cache dtype.  [default: as --dtype]"

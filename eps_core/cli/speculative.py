@@ -9,7 +9,8 @@ from eps_core.cli.help import VERIFY, option, options
 from eps_core.cli.numbers import OrWord, Whole
 from eps_core.cli.options import AUTO, flag
 from eps_core.config.eps import EpsConfig
-from eps_core.config.speculative import DRAFT_WEIGHTS, MODES, SpeculativeConfig
+from eps_core.config.formats import WEIGHT_BITS
+from eps_core.config.speculative import MODES, SpeculativeConfig
 
 _DEFAULT = SpeculativeConfig()
 _option = partial(option, heading=VERIFY)
@@ -36,8 +37,8 @@ speculative_options = options(
         help="Maximum number of drafts a round.",
     ),
     _option(
-        "--eps-draft-weights", type=click.Choice(DRAFT_WEIGHTS), default=_DEFAULT.weights, show_default=True,
-        help="Weights of the drafting model; verification uses the full weights.",
+        "--eps-draft-weights", type=click.Choice(tuple(WEIGHT_BITS)), default=_DEFAULT.weights, show_default=True,
+        help="Weights of the drafting model; verification uses those of --weights.",
     ),
 )  # fmt: skip
 

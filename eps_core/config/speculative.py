@@ -4,12 +4,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self, get_type_hints
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import WEIGHT_BITS
 from eps_core.config.selection import SelectionConfig
 from eps_core.errors import require
 from eps_core.io import records
 
 MODES = ("off", "tokens")
-DRAFT_WEIGHTS = ("full", "4bit")
 MOST_DRAFTS = 64
 # share and tokens: a wrong draft costs time and never the text, so drafts need no safe budget
 DRAFT_BUDGET, DRAFT_BUDGET_FLOOR = 0.05, 128
@@ -37,7 +37,7 @@ class SpeculativeConfig:
             records.check(field.name, getattr(self, field.name), kinds[field.name])
         for name, flag, known in (
             ("mode", "eps-verify", MODES),
-            ("weights", "eps-draft-weights", DRAFT_WEIGHTS),
+            ("weights", "eps-draft-weights", tuple(WEIGHT_BITS)),
         ):
             value = getattr(self, name)
             require(value in known, f"{flag} {value!r} is unknown: choose one of {', '.join(known)}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from eps_core.attention.protocol import Array
 from eps_core.backend.ops import Ops
-from eps_core.decode.draft_weights import HEAD, quantised_layers
+from eps_core.decode.quantised_weights import HEAD, quantised_layers
 from eps_core.models.rope import attention_factor, cos_sin, inverse_frequencies
 from eps_core.models.spec import ModelSpec
 
@@ -20,10 +20,11 @@ class ArrayModel:
 
     ops: ClassVar[Ops]
     activations: ClassVar[Mapping[str, Callable[[Any], Any]]]
+    _full: Self | None = None
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Array], dtype: str, device: str) -> None:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
-        self.packed: dict[str, Any] = {}  # layers with 4-bit weights
+        self.packed: dict[str, Any] = {}  # layers with quantised weights
         self.ropes = [(inverse_frequencies(rope), attention_factor(rope)) for rope in spec.ropes]
         scale = self.ops.on(self, np.array(spec.embed_scale, np.float32))
         self.embed_scale = self.ops.cast(scale, weights["embed"].dtype)
@@ -35,8 +36,8 @@ class ArrayModel:
     def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
         raise NotImplementedError
 
-    def pack(self, weight: Array, group_size: int) -> Any:
-        """Return 4-bit weights that are called with (x, bias)."""
+    def pack(self, weight: Array, group_size: int, bits: int) -> Any:
+        """Return quantised weights that are called with (x, bias)."""
         raise NotImplementedError
 
     @property
@@ -46,14 +47,17 @@ class ArrayModel:
         }
         return sum(read.values()) + sum(packed.nbytes for packed in self.packed.values())
 
-    def quantised(self) -> Self:
-        if self.packed:
-            return self
-        drafts = copy.copy(self)
-        drafts.weights, drafts.packed = dict(self.weights), {}
-        for name, group_size in quantised_layers(self.spec).items():
-            drafts.packed[name] = self.pack(drafts.weights.pop(name, self.weights["embed"]), group_size)
-        return drafts
+    @property
+    def full(self) -> Self:
+        return self if self._full is None else self._full
+
+    def quantised(self, bits: int) -> Self:
+        small = copy.copy(self.full)
+        small._full, small.weights, small.packed = self.full, dict(small.weights), {}
+        for name, group_size in quantised_layers(self.spec, bits).items():
+            weight = small.weights.pop(name, small.weights["embed"])
+            small.packed[name] = self.pack(weight, group_size, bits)
+        return small
 
     def angles(self, positions: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return cos and sin [N, 1, D] float32 of `rotate` at every position, times `rope.attention_factor`, of each of

@@ -37,10 +37,15 @@ class Arithmetic(Protocol):
         takes one row, unless it is the output head, too."""
         ...
 
-    def quantised(self) -> "Arithmetic":
-        """The model with 4-bit weights in its linear layers, output head included, for drafts: affine groups rounded to
-        nearest (`reference.draft_weights.affine`). It shares all else with this one, which stays
-        as it is. Raises ConfigError where the library has no such product for the device or no layer is fit for it."""
+    @property
+    def full(self) -> "Arithmetic":
+        """The model with its own weights: this one, but where it is `quantised`."""
+        ...
+
+    def quantised(self, bits: int) -> "Arithmetic":
+        """The model with 4-bit or 8-bit weights in its linear layers, output head included: `affine` groups or
+        `symmetric` rows of `reference.quantised_weights`. It shares all else with the full one, which stays as it is.
+        Raises ConfigError where the library has no such product for the device or no layer is fit for it."""
         ...
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -91,25 +96,25 @@ class Decoder:
         # where set, called by prefill() in every layer with (cache, layer, q [N, Hq, D] as above, k [T, Hkv, D] of all
         # so far, T)
         self.watch: Callable[[Any, int, Array, Array, int], None] | None = None
-        self._drafter: Decoder | None = None
+        self._quantised: dict[int, Decoder] = {}
 
     def spec_of(self, cache: Any) -> CacheSpec:
         """Return the shape of a cache, with all kv heads of the model."""
         spec: CacheSpec = cache.spec
         return spec
 
-    def drafter(self) -> "Decoder":
+    def quantised(self, bits: int) -> "Decoder":
         """A decoder over the same caches with quantised weights, made once."""
-        if self._drafter is None:
-            self._drafter = Decoder(self.backend, self.model.quantised())
-        return self._drafter
+        if bits not in self._quantised:
+            self._quantised[bits] = Decoder(self.backend, self.model.quantised(bits))
+        return self._quantised[bits]
 
     def prefill(
         self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
     ) -> tuple[Any, np.ndarray]:
-        """Dense attention of one sequence's next chunk: tokens [N], their slots [N], table [M], `length` tokens in all
-        once the chunk is written. Returns the logits after the last token, [V] float32."""
-        backend, model = self.backend, self.model
+        """Dense attention of one sequence's next chunk, with full weights: tokens [N], their slots [N], table [M],
+        `length` tokens in all once the chunk is written. Returns the logits after the last token, [V] float32."""
+        backend, model = self.backend, self.model.full
         self._check_tokens(tokens)
 
         def attention(layer: int, q: Array, k: Array, v: Array) -> Array:

@@ -78,6 +78,7 @@ class LLM:
         kv_bits: FormatName | KvFormats = AS_THEY_ARE,
         kernels: str = "auto",
         cache_dir: Path | str | None = None,
+        weights: str = "full",
         **selection: Any,
     ) -> None:
         """Load a model.
@@ -93,6 +94,9 @@ class LLM:
         `device`, `dtype` (of the weights), `kv_dtype`, `kernels`, `cache_dir` (keeps prompts between runs): as
             `Session.open` has them. `kv_bits`: the format of K and V, such as 8 or "fp8", or of each, such as (8, 4).
 
+        `weights`: "8bit" or "4bit" makes decode steps read as many bits of each weight; prompts are read with the full
+            weights, which stay in memory.
+
         Raises ConfigError, a ValueError whose one line names the value, the limit and the fix.
         """
         if method is None and config is None:
@@ -105,7 +109,18 @@ class LLM:
         formats = kv_bits if isinstance(kv_bits, tuple | list) else (kv_bits, kv_bits)
         records.check("kv_bits", formats, tuple[FormatName, FormatName])
         self.session = Session.open(
-            model, backend, device, dtype, kv_dtype, kernels, config, speculative, formats, cache_dir, **selection
+            model,
+            backend,
+            device,
+            dtype,
+            kv_dtype,
+            kernels,
+            config,
+            speculative,
+            formats,
+            cache_dir,
+            weights,
+            **selection,
         )
         self.session.load(speculative)
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from eps_core.attention.protocol import Backend
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig, config_of
-from eps_core.config.formats import EXACT, KvFormats
+from eps_core.config.formats import EXACT, WEIGHT_BITS, KvFormats
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.cpu import host
 from eps_core.cpu.usable import why_not
@@ -60,6 +60,7 @@ class Session:
     verify: SpeculativeConfig = UNVERIFIED  # the same
     kv_bits: KvFormats = EXACT  # of K and of V in every cache: see `CacheSpec`
     cache_dir: Path | None = None  # where prompts are kept between runs: see `decode.stored`
+    weights: str = "full"  # of decode steps: see `config.formats.WEIGHT_BITS`
 
     @classmethod
     def open(
@@ -74,6 +75,7 @@ class Session:
         verify: SpeculativeConfig | str = UNVERIFIED,
         kv_bits: KvFormats = EXACT,
         cache_dir: Path | str | None = None,
+        weights: str = "full",
         **settings: Any,
     ) -> Self:
         """A model as `resolve_model` reads it, None for the demo model, on a backend. EPS as `config` says, or flat
@@ -81,10 +83,12 @@ class Session:
         its mode "tokens", makes every text the dense one: sparse steps then only draft. Everything that can be refused
         is refused here; the weights are read when the decoder is first asked for. dtype auto: as stored, but float32 on
         a CPU, unless it is bfloat16 that Torch and the CPU multiply natively and nothing is verified; kv_dtype auto: as
-        dtype; kv_bits of K and of V, 16: as they are (`config.formats`). `cache_dir` keeps prompts between runs."""
+        dtype; kv_bits of K and of V, 16: as they are (`config.formats`). `cache_dir` keeps prompts between runs;
+        `weights` of decode steps, of `WEIGHT_BITS`."""
         config = config_of(config, settings)
         verify = SpeculativeConfig(verify) if isinstance(verify, str) else verify
         verify.check(config)
+        require(weights in WEIGHT_BITS, f"weights {weights!r} are unknown: choose one of {', '.join(WEIGHT_BITS)}")
         path = DEMO_MODEL if model is None else resolve_model(model)
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
@@ -102,7 +106,7 @@ class Session:
         name = "demo" if model is None else str(model)
         session = cls(
             name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named, config=config, verify=verify,
-            kv_bits=kv_bits, cache_dir=None if cache_dir is None else Path(cache_dir),
+            kv_bits=kv_bits, cache_dir=None if cache_dir is None else Path(cache_dir), weights=weights,
         )  # fmt: skip
         if session.cache_dir is not None:
             check_folder(session.cache_dir, path)
@@ -114,14 +118,15 @@ class Session:
 
     @cached_property
     def decoder(self) -> Decoder:
-        return load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
+        full = load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
+        bits = WEIGHT_BITS[self.weights]
+        return full if bits is None else full.quantised(bits)
 
     def drafter(self, verify: SpeculativeConfig) -> Decoder:
         """Return the decoder of the drafts of verified decoding: the session's, or one over the same caches with
         quantised weights, made once."""
-        if verify.weights == "full":
-            return self.decoder
-        return self.decoder.drafter()
+        bits = WEIGHT_BITS[verify.weights]
+        return self.decoder if bits is None else self.decoder.quantised(bits)
 
     def load(self, verify: SpeculativeConfig = UNVERIFIED) -> None:
         """Reads the weights now, and makes what `verify` drafts with, while nothing is decoded or written yet. Raises

@@ -42,7 +42,7 @@ def prepare(request: RunRequest) -> Job:
     request.check()
     session = Session.open(
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels,
-        kv_bits=request.kv_bits, cache_dir=request.cache_dir,
+        kv_bits=request.kv_bits, cache_dir=request.cache_dir, weights=request.weights,
     )  # fmt: skip
     spec, answer = session.spec, None
     texts = [
@@ -186,6 +186,7 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
                     session.model,
                     session.backend.versions(),
                     dtype=session.dtype,
+                    weights=session.weights,
                     prompt_tokens=sum(job.prompt_lengths),
                     max_new_tokens=request.max_new_tokens,
                     sampling=vars(request.sampling),
@@ -274,6 +275,7 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
                 "kernels": session.kernels,
                 "kernels_fault": session.fault,
                 "model": session.model,
+                "weights": session.weights,
                 "kv_bits": session.kv_bits,
                 **({} if job.codes is None else {"kv_bits_kl": job.codes.kl}),
             },
@@ -318,8 +320,10 @@ def _print_header(job: Job, out: TextIO) -> None:
         out.write(f"note    {note}\n")
     held = described(session.kv_dtype, session.kv_bits)
     cache = "" if held == session.dtype else f", cache {held}"
+    weights = "" if session.weights == "full" else f", {session.weights} weights in decode steps"
     out.write(
-        f"backend {session.backend_name} on {session.device}, {session.dtype}{cache}, kernels {session.kernels}\n"
+        f"backend {session.backend_name} on {session.device}, {session.dtype}{weights}{cache}, kernels "
+        f"{session.kernels}\n"
     )
     if job.codes is not None:
         out.write(f"codes   {job.codes.line(session.kv_dtype)}\n")

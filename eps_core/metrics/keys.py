@@ -34,6 +34,7 @@ RUN = {
     "git_commit": Key("", "setting", "Commit of the checkout, `-dirty` where it was changed.", "text"),
     "platform": Key("", "setting", "Operating system.", "text"),
     "dtype": Key("", "setting", "Weight dtype.", "text"),
+    "weights": Key("", "setting", "Weights of decode steps: `--weights`.", "text"),
     "prompt_tokens": Key("tokens", "count", "All prompts together.", "int"),
     "max_new_tokens": Key("tokens", "setting", "Limit of each prompt.", "int"),
     "sampling": Key("", "setting", "`temperature`, `top_p`, `seed`, `by`.", "object"),

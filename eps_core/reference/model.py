@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.cache import DTYPE_BYTES
-from eps_core.decode.draft_weights import BITS, HEAD, quantised_layers
+from eps_core.decode.quantised_weights import HEAD, quantised_layers
 from eps_core.errors import ConfigError
 from eps_core.models.rope import attention_factor, inverse_frequencies
 from eps_core.models.spec import ModelSpec
 from eps_core.models.weights import load_weights
 from eps_core.reference.cache import from_numpy
-from eps_core.reference.draft_weights import affine
+from eps_core.reference.quantised_weights import affine, symmetric
 
 
 class Model:
@@ -27,7 +27,8 @@ class Model:
             raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPE_BYTES)}")
         self.spec, self.dtype, self.device = spec, dtype, "cpu"
         self.weights = {name: from_numpy(w, dtype).astype(np.float64) for name, w in weights.items()}
-        self.group_sizes: dict[str, int] = {}  # of the weights that hold what 4 bits do
+        self.group_sizes: dict[str, int] = {}  # of the weights that hold what `bits` do
+        self.bits, self.full = 0, self
         self.ropes = [(inverse_frequencies(rope), attention_factor(rope)) for rope in spec.ropes]
         self.embed_scale = from_numpy(np.array(spec.embed_scale), dtype).astype(np.float64)
 
@@ -39,22 +40,25 @@ class Model:
             size, number_bytes = self.weights[name].size, DTYPE_BYTES[self.dtype]
             if name not in self.group_sizes:
                 return size * number_bytes
-            return size * BITS // 8 + size // self.group_sizes[name] * 2 * number_bytes
+            numbers = 1 if self.bits == 8 else 2  # a step, an offset
+            return size * self.bits // 8 + size // self.group_sizes[name] * numbers * number_bytes
 
         return sum(stored(name) for name in self.weights if name != "embed" or self._head == "embed")
 
-    def quantised(self) -> "Model":
-        if self.group_sizes:
-            return self
-        drafts = copy.copy(self)
-        drafts.group_sizes = quantised_layers(self.spec)
-        drafts.weights = dict(self.weights)
-        for name, group_size in drafts.group_sizes.items():
-            weight = self.weights[self._head if name == HEAD else name]
+    def quantised(self, bits: int) -> "Model":
+        small = copy.copy(self.full)
+        small.group_sizes, small.bits = quantised_layers(self.spec, bits), bits
+        small.weights = dict(small.weights)
+        for name, group_size in small.group_sizes.items():
+            weight = self.full.weights[self.full._head if name == HEAD else name]
+            if bits == 8:
+                codes, steps = symmetric(weight)
+                small.weights[name] = from_numpy(steps, self.dtype).astype(np.float64) * codes
+                continue
             codes, *affinities = affine(weight, group_size)
             steps, offsets = (from_numpy(one, self.dtype).astype(np.float64) for one in affinities)
-            drafts.weights[name] = (steps * codes + offsets).reshape(weight.shape)
-        return drafts
+            small.weights[name] = (steps * codes + offsets).reshape(weight.shape)
+        return small
 
     @contextmanager
     def scope(self) -> Iterator[None]:

@@ -9,8 +9,9 @@ from typing import Annotated, Any, get_type_hints
 
 from eps_core.config.cache import EVALUATION_METHODS, METHODS
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import WEIGHT_BITS
 from eps_core.config.selection import POLICIES, SCOPES
-from eps_core.config.speculative import DRAFT_WEIGHTS, MODES, SpeculativeConfig
+from eps_core.config.speculative import MODES, SpeculativeConfig
 from eps_core.errors import ConfigError, brief, shown
 from eps_core.io import inputs
 from eps_core.io.records import Between, read_record
@@ -71,7 +72,7 @@ _CHOICES = {
     "heads": ("all", "retrieval"),
     "scope": SCOPES,
     "verify": MODES,
-    "draft_weights": DRAFT_WEIGHTS,
+    "draft_weights": tuple(WEIGHT_BITS),
 }
 STRICT_BITS = 8  # of the codes that bound a strict cell of a method without bounds
 # the axes that mean something under one policy, or some, only

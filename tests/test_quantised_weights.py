@@ -1,4 +1,4 @@
-"""4-bit draft weights: the affine groups that the oracle defines, every library's product over them, and the models."""
+"""Quantised weights: the groups and rows that the oracle defines, every library's product over them, and the models."""
 
 import importlib
 from collections.abc import Callable
@@ -14,14 +14,14 @@ import torch
 from test_model import TOLERANCE, assert_close, load, run, tokens_of
 
 from eps_core.config.cache import DTYPE_BYTES
-from eps_core.decode.draft_weights import BITS, FLAG, GROUP_SIZES, HEAD, group_size, quantised_layers
 from eps_core.decode.forward import Decoder
+from eps_core.decode.quantised_weights import GROUP_SIZES, HEAD, group_size, quantised_layers
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
 from eps_core.models.config import read_spec
 from eps_core.models.weights import weight_names
-from eps_core.reference.draft_weights import LEVELS, affine
 from eps_core.reference.model import Model
+from eps_core.reference.quantised_weights import LARGEST_CODE, LEVELS, affine, symmetric
 
 # tied and untied heads, biases, norms of q and k, rows of 64, 96 and 128 weights
 NAMES = ("llama2", "llama2-linear-biased", "llama3.1-tied-sharded", "qwen2-tied", "qwen3-tied-biased")
@@ -29,9 +29,9 @@ LIBRARIES = ("eps_cuda", "eps_mlx")
 EPSILON = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 
 
-def dtype_of_products(library: str, dtype: str) -> str:
-    """What a library's 4-bit product takes and gives in a model of `dtype`, steps and offsets included."""
-    return "bfloat16" if library == "eps_cuda" else dtype
+def dtype_of_products(library: str, dtype: str, bits: int) -> str:
+    """What a library's product takes and gives in a model of `dtype`, steps and offsets included."""
+    return "bfloat16" if library == "eps_cuda" and bits == 4 else dtype
 
 
 def groups_of_weights(rows: int, width: int) -> np.ndarray:
@@ -60,6 +60,13 @@ def test_affine_groups_keep_what_they_promise(size: int) -> None:
     np.testing.assert_allclose(steps * zero + offsets, 0, atol=1e-12)
 
 
+def test_symmetric_rows_keep_what_they_promise() -> None:
+    weight = groups_of_weights(24, 96)
+    codes, steps = symmetric(weight)
+    assert np.array_equal(codes, np.round(codes)) and np.abs(codes).max() == LARGEST_CODE
+    assert (np.abs(steps * codes - weight) <= steps / 2 * (1 + 1e-12)).all() and not codes[0].any()
+
+
 @pytest.mark.parametrize(("width", "size"), [(2048, 64), (96, 32), (64, 64), (32, 32), (48, None), (16, None)])
 def test_group_sizes(width: int, size: int | None) -> None:
     assert group_size(width) == size
@@ -68,17 +75,22 @@ def test_group_sizes(width: int, size: int | None) -> None:
 # Products
 
 
-def packed_and_held(library: str, weight: np.ndarray, size: int, dtype: str) -> tuple[Any, np.ndarray]:
+def packed_and_held(library: str, weight: np.ndarray, bits: int, dtype: str) -> tuple[Any, np.ndarray]:
     """(packed weight, what it holds in float64) of a weight in `dtype`."""
-    module = importlib.import_module(f"{library}.draft_weights")
-    array = load_backend(library.removeprefix("eps_")).from_numpy(weight, dtype, "cpu")
+    module = importlib.import_module(f"{library}.quantised_weights")
+    array, size = (
+        load_backend(library.removeprefix("eps_")).from_numpy(weight, dtype, "cpu"),
+        group_size(weight.shape[1]),
+    )
     if library == "eps_mlx":
-        packed = module.pack(array, size, "cpu")
-        held = mx.dequantize(
-            packed.codes, packed.steps.astype(mx.float32), packed.offsets.astype(mx.float32), group_size=size, bits=BITS
-        )
+        packed = module.pack_rows(array, "cpu") if bits == 8 else module.pack_groups(array, size, "cpu")
+        affinities = (one.astype(mx.float32) for one in (packed.steps, packed.offsets))
+        held = mx.dequantize(packed.codes, *affinities, group_size=size, bits=bits)
         return packed, np.array(held).astype(np.float64)
-    packed = module.pack(array, size)
+    if bits == 8:
+        packed = module.pack_rows(array)
+        return packed, (packed.codes.double() * packed.steps.double()[:, None]).numpy()
+    packed = module.pack_groups(array, size)
     codes, _, _ = module.affine(array, size)
     steps, zeros = (packed.steps_zeros[:, : len(weight), i].T.double() for i in (0, 1))
     held = (codes.double().unflatten(1, (-1, size)) - 8) * steps[..., None] + zeros[..., None]
@@ -91,30 +103,48 @@ def packed_and_held(library: str, weight: np.ndarray, size: int, dtype: str) -> 
 def test_packed_weights_hold_the_oracles_groups(library: str, dtype: str, rows: int, width: int) -> None:
     size = group_size(width)
     weight = load_backend("numpy").from_numpy(groups_of_weights(rows, width), dtype).astype(np.float64)
-    _, held = packed_and_held(library, weight, size, dtype)
+    _, held = packed_and_held(library, weight, 4, dtype)
     codes, steps, offsets = affine(weight, size)
     groups, held = weight.reshape(codes.shape), held.reshape(codes.shape)
     # a step of its own is rounded, and what it starts from: twice where the library moves it to the middle
-    rounding = EPSILON[dtype_of_products(library, dtype)] * (LEVELS * np.abs(steps) + 2 * np.abs(offsets)) + 1e-6
+    rounding = EPSILON[dtype_of_products(library, dtype, 4)] * (LEVELS * np.abs(steps) + 2 * np.abs(offsets)) + 1e-6
     near = np.abs(held - (steps * codes + offsets)) <= rounding
     # float32 and float64 may round a code, or the steps from an edge to 0, to two sides
     ties = np.abs(np.abs((groups - offsets) / steps % 1) - 0.5) < 1e-4
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
-    symmetric = np.abs(np.abs(LEVELS * offsets / np.maximum(high - low, 1e-7)) % 1 - 0.5) < 1e-4
-    assert (near | ties | symmetric).all() and (ties | symmetric).mean() < 0.2
+    even = np.abs(np.abs(LEVELS * offsets / np.maximum(high - low, 1e-7)) % 1 - 0.5) < 1e-4
+    assert (near | ties | even).all() and (ties | even).mean() < 0.2
     assert (np.abs(held - groups) <= np.abs(steps) * 8 / 7 + rounding).all()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize(("rows", "width"), [(70, 32), (300, 64), (96, 96), (4200, 128)])
+def test_packed_weights_hold_the_oracles_rows(library: str, dtype: str, rows: int, width: int) -> None:
+    weight = load_backend("numpy").from_numpy(groups_of_weights(rows, width), dtype).astype(np.float64)
+    _, held = packed_and_held(library, weight, 8, dtype)
+    _, steps = symmetric(weight)
+    # codes are about the step as it is stored: what that is short of is missing at the largest weight alone
+    short = EPSILON[dtype] * np.abs(weight).max(-1, keepdims=True)
+    assert (
+        np.abs(held - weight) <= steps / 2 * (1 + EPSILON[dtype] + 1e-5) + short * (np.abs(weight) > 126 * steps)
+    ).all()
+    assert (np.abs(held[6:] - weight[6:]).max(-1) > steps[6:, 0] / 4).all(), "8 bits lose nothing"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("rows", "width"), [(16, 32), (300, 64), (96, 96), (4200, 512)])
 @pytest.mark.parametrize("count", [1, 9])
-def test_products_are_those_of_the_held_weights(library: str, dtype: str, rows: int, width: int, count: int) -> None:
+def test_products_are_those_of_the_held_weights(
+    library: str, dtype: str, bits: int, rows: int, width: int, count: int
+) -> None:
     backend = load_backend(library.removeprefix("eps_"))
-    packed, held = packed_and_held(library, groups_of_weights(rows, width), group_size(width), dtype)
+    packed, held = packed_and_held(library, groups_of_weights(rows, width), bits, dtype)
     rng = np.random.default_rng(count)
     x, bias = (backend.from_numpy(rng.standard_normal(shape), dtype, "cpu") for shape in ((count, width), (rows,)))
-    inner = dtype_of_products(library, dtype)
+    inner = dtype_of_products(library, dtype, bits)
     taken = backend.from_numpy(backend.to_numpy(x), inner, "cpu")
     exact_x, exact_bias = (backend.to_numpy(one).astype(np.float64) for one in (taken, bias))
     exact = exact_x @ held.T
@@ -132,17 +162,13 @@ def test_products_are_those_of_the_held_weights(library: str, dtype: str, rows: 
 # Models
 
 
-def drafts_of(decoder: Decoder) -> Decoder:
-    return Decoder(decoder.backend, decoder.model.quantised())
-
-
 def assert_are_the_oracles(
-    target: tuple, dtype: str, logits: np.ndarray, expected: np.ndarray, full: np.ndarray
+    target: tuple, dtype: str, bits: int, logits: np.ndarray, expected: np.ndarray, full: np.ndarray
 ) -> None:
-    """Drafts' logits are the oracle's 4-bit ones; `full` are those of the full weights. In 16 bits they are near by a
-    tenth of what 4 bits change. Not by more: few different numbers make groups with edges +w and -w, in which two steps
-    serve equally, and float32 may take the other one."""
-    if dtype_of_products(target[0].__name__, dtype) == "float32":
+    """Logits are those of the oracle's quantised weights; `full` are those of the full ones. In 16 bits they are near
+    by a tenth of what 4 bits change. Not by more: few different numbers make groups with edges +w and -w, in which two
+    steps serve equally, and float32 may take the other one."""
+    if dtype_of_products(target[0].__name__, dtype, bits) == "float32":
         assert_close(logits, expected)
     else:
         assert ((logits - expected) ** 2).mean() <= 0.1**2 * ((full - expected) ** 2).mean()
@@ -158,10 +184,21 @@ def assert_are_the_oracles(
 def test_logits_are_those_of_the_oracles_4_bit_model(name: str, dtype: str, target: tuple, saved: Callable) -> None:
     tokens, oracle = tokens_of(name), (load_backend("numpy"), "cpu")
     judge = load(oracle, saved(name), dtype)
-    (_, expected), (_, full) = (run(oracle, one, tokens, dtype=dtype) for one in (drafts_of(judge), judge))
-    _, logits = run(target, drafts_of(load(target, saved(name), dtype)), tokens, dtype=dtype)
-    assert_are_the_oracles(target, dtype, logits, expected, full)
+    (_, expected), (_, full) = (run(oracle, one, tokens, dtype=dtype) for one in (judge.quantised(4), judge))
+    _, logits = run(target, load(target, saved(name), dtype).quantised(4), tokens, dtype=dtype)
+    assert_are_the_oracles(target, dtype, 4, logits, expected, full)
     assert np.abs(full - expected).max() > 100 * TOLERANCE * expected.std(), "4 bits change nothing"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_oracles_8_bit_model(name: str, target: tuple, saved: Callable) -> None:
+    tokens, oracle = tokens_of(name), (load_backend("numpy"), "cpu")
+    judge = load(oracle, saved(name))
+    (_, expected), (_, full) = (run(oracle, one, tokens) for one in (judge.quantised(8), judge))
+    _, logits = run(target, load(target, saved(name)).quantised(8), tokens)
+    # float32 and float64 may round a code to two sides
+    assert np.abs(logits - expected).max() < 0.1 * np.abs(full - expected).max()
+    assert np.abs(full - expected).max() > 10 * TOLERANCE * expected.std(), "8 bits change nothing"
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen2-tied"])
@@ -169,12 +206,12 @@ def test_the_full_model_stays_as_it_was_and_shares_its_arrays(name: str, target:
     decoder = load(target, saved(name))
     model: Any = decoder.model
     before, weights, read = run(target, decoder, tokens_of(name))[1], dict(model.weights), model.weight_bytes
-    drafts = model.quantised()
+    drafts = model.quantised(4)
     assert np.array_equal(run(target, decoder, tokens_of(name))[1], before)
     assert model.weights.keys() == weights.keys() and all(model.weights[one] is weights[one] for one in weights)
-    assert model.weight_bytes == read and drafts.quantised() is drafts
+    assert model.weight_bytes == read and drafts.full is model and drafts.quantised(8).full is model
     assert drafts.spec is model.spec and (drafts.dtype, drafts.device) == (model.dtype, model.device)
-    layers = quantised_layers(model.spec)
+    layers = quantised_layers(model.spec, 4)
     assert "embed" not in layers and HEAD in layers and not any("norm" in one or "bias" in one for one in layers)
     shared = weights.keys() - layers.keys()
     assert shared <= drafts.weights.keys() and all(drafts.weights[one] is weights[one] for one in shared)
@@ -204,10 +241,16 @@ def test_weight_bytes(name: str, dtype: str, target: tuple, saved: Callable) -> 
         return count // 2 + count // size * pair_bytes
 
     layers = spec.num_layers * (packed(wide, 64) + packed(narrow, 32))
-    assert model.quantised().weight_bytes == layers + packed(head, 64) + vectors * number_bytes
+    assert model.quantised(4).weight_bytes == layers + packed(head, 64) + vectors * number_bytes
+    rows = spec.num_layers * (2 * 64 + 2 * kv_width + 2 * 96 + 64) + tiny_models.VOCAB_SIZE
+    weights = spec.num_layers * (wide + narrow) + tiny_models.VOCAB_SIZE * 64
+    # MLX repeats a row's step, and has an offset, for each of its groups
+    steps = weights // 64 + spec.num_layers * (narrow // 64) if library == "eps_mlx" else rows
+    step_bytes = pair_bytes if library == "eps_mlx" else number_bytes
+    assert model.quantised(8).weight_bytes == weights + steps * step_bytes + vectors * number_bytes
 
 
-# What is not fit for 4 bits
+# What is not fit
 
 
 def odd_model(backend: Any, device: str, path: Path, **shape: int) -> Any:
@@ -224,34 +267,38 @@ def odd_model(backend: Any, device: str, path: Path, **shape: int) -> Any:
     return model(spec, weights, "float32", device)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 def test_rows_that_no_group_divides_keep_full_weights(
-    target: tuple, saved: Callable, capsys: pytest.CaptureFixture
+    bits: int, target: tuple, saved: Callable, capsys: pytest.CaptureFixture
 ) -> None:
     backend, device = target
     model = odd_model(backend, device, saved("llama2"), intermediate_size=80)
-    drafts = model.quantised()
+    drafts = model.quantised(bits)
     assert capsys.readouterr().err.count("layers with 80 weights a row") == 1
-    assert not any(name.endswith("down") for name in quantised_layers(model.spec))
+    assert not any(name.endswith("down") for name in quantised_layers(model.spec, bits))
     assert all(drafts.weights[f"layers.{i}.down"] is model.weights[f"layers.{i}.down"] for i in range(2))
-    judge = odd_model(load_backend("numpy"), "cpu", saved("llama2"), intermediate_size=80).quantised()
+    judge = odd_model(load_backend("numpy"), "cpu", saved("llama2"), intermediate_size=80).quantised(bits)
     tokens = tokens_of("odd")
     (_, logits), (_, full), (_, expected) = (
         run(one, Decoder(one[0], model), tokens)
         for one, model in ((target, drafts), (target, model), ((load_backend("numpy"), "cpu"), judge))
     )
-    assert_are_the_oracles(target, "float32", logits, expected, full)
+    if bits == 4:
+        assert_are_the_oracles(target, "float32", 4, logits, expected, full)
+    else:
+        assert np.abs(logits - expected).max() < 0.1 * np.abs(full - expected).max()
 
 
 def test_a_model_without_any_fit_layer_is_refused(target: tuple, saved: Callable) -> None:
     backend, device = target
     model = odd_model(backend, device, saved("llama2"), hidden_size=48, intermediate_size=80, head_dim=12)
-    with pytest.raises(ConfigError, match=f"rows have 48, 80: add {FLAG}"):
-        model.quantised()
+    with pytest.raises(ConfigError, match="rows have 48, 80: use full weights"):
+        model.quantised(8)
 
 
 def test_torch_on_a_gpu_is_refused_before_anything_is_packed(saved: Callable) -> None:
     model: Any = load((load_backend("cuda"), "cpu"), saved("llama2")).model
     model.device = "cuda"
-    with pytest.raises(ConfigError, match=f"on cuda: add {FLAG}"):
-        model.quantised()
+    with pytest.raises(ConfigError, match="on cuda: use full weights"):
+        model.quantised(4)
     assert not model.packed and torch.is_tensor(model.weights["layers.0.q"])

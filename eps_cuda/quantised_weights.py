@@ -1,4 +1,4 @@
-"""4-bit weights through Torch's own kernel for the CPU, on which torchao's weight-only quantisation rests as well."""
+"""Quantised weights through Torch's own kernels for the CPU, on which torchao's weight-only quantisation rests, too."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LEVELS = 15  # steps between the 16 codes
+LARGEST_CODE = 127  # of 8 bits
+LEVELS = 15  # steps between the 16 codes of 4 bits
 LEAST_STEP = 1e-7
 MIDDLE_CODE = 8  # the kernel's zeros belong to it
 ROWS_MULTIPLE = 16  # of outputs: what the kernel takes
@@ -14,8 +15,8 @@ CHUNK_ROWS = 1024  # quantised at a time, in memory that is used again; a multip
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A linear layer's weight [N, K] in groups of g. Rows are filled up to a multiple of 16.
+class Groups:
+    """A linear layer's 4-bit weight [N, K] in groups of g. Rows are filled up to a multiple of 16.
 
     Activations, steps and zeros are bfloat16 on their way through whatever the model's dtype; the kernel sums in
     float32. It is made for bfloat16 and few rows: on two cores with AVX-512 and AMX it was 2.5 to 3 times as fast as
@@ -40,8 +41,25 @@ class Packed:
         return self.codes.nbytes + self.steps_zeros.nbytes
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A linear layer's 8-bit weight [N, K], K a multiple of 16: where it is not, the kernel reads past a row."""
+
+    codes: Tensor  # [N, K] int8
+    steps: Tensor  # [N], in the model's dtype
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[T, N] of x [T, K], in the dtype of x."""
+        y = torch._weight_int8pack_mm(x.contiguous(), self.codes, self.steps)
+        return y if bias is None else y + bias
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.steps.nbytes
+
+
 def affine(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [N, K] int32, steps [N, K/g], offsets [N, K/g] float32): see `reference.draft_weights.affine`."""
+    """(codes [N, K] int32, steps [N, K/g], offsets [N, K/g] float32): see `reference.quantised_weights.affine`."""
     groups = weight.float().unflatten(1, (-1, group_size))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     below = low.abs() > high.abs()
@@ -55,11 +73,23 @@ def affine(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.flatten(1).int(), steps[..., 0], offsets[..., 0]
 
 
-def pack(weight: Tensor, group_size: int) -> Packed:
-    """Return weight [N, K] packed, on the CPU."""
+def pack_groups(weight: Tensor, group_size: int) -> Groups:
+    """Return weight [N, K] in 4 bits, on the CPU."""
     codes, steps_zeros = [], []
     for rows in weight.split(CHUNK_ROWS):
         part, steps, offsets = affine(functional.pad(rows, (0, 0, 0, -len(rows) % ROWS_MULTIPLE)), group_size)
         codes.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(part, 1))
         steps_zeros.append(torch.stack([steps, offsets + MIDDLE_CODE * steps], -1).transpose(0, 1).to(torch.bfloat16))
-    return Packed(torch.cat(codes), torch.cat(steps_zeros, 1).contiguous(), group_size, len(weight))
+    return Groups(torch.cat(codes), torch.cat(steps_zeros, 1).contiguous(), group_size, len(weight))
+
+
+def pack_rows(weight: Tensor) -> Rows:
+    """Return weight [N, K] in 8 bits: see `reference.quantised_weights.symmetric`."""
+    codes, steps = [], []
+    for rows in weight.split(CHUNK_ROWS):
+        largest = rows.abs().amax(1, keepdim=True)
+        # codes are about the step as it is stored, so that its rounding is no error
+        step = torch.where(largest > 0, largest.float() / LARGEST_CODE, 1.0).to(weight.dtype)
+        codes.append((rows.float() / step.float()).round_().clamp_(-LARGEST_CODE, LARGEST_CODE).to(torch.int8))
+        steps.append(step[:, 0])
+    return Rows(torch.cat(codes), torch.cat(steps))

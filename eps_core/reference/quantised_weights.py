@@ -1,9 +1,10 @@
-"""Values of 4-bit weights: affine groups, rounded to nearest, by MLX's rule, in float64."""
+"""Values of quantised weights, in float64: 4 bits in affine groups by MLX's rule, 8 bits in symmetric rows."""
 
 import numpy as np
 
 LEVELS = 15  # steps between the 16 codes
 LEAST_STEP = 1e-7
+LARGEST_CODE = 127  # of 8 bits
 
 
 def affine(weight: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -25,3 +26,11 @@ def affine(weight: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray,
     steps = np.where(crosses, edges / np.where(crosses, to_zero, 1.0), steps)
     offsets = np.where(crosses, edges, 0.0)
     return np.clip(np.round((groups - offsets) / steps), 0, LEVELS), steps, offsets
+
+
+def symmetric(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(codes [N, K], steps [N, 1]) of rows [N, K]: a weight is step * code, code a whole number of -127 to 127; the
+    error is half a step at most."""
+    largest = np.abs(weight).max(axis=-1, keepdims=True)
+    steps = np.where(largest > 0, largest / LARGEST_CODE, 1.0)
+    return np.round(weight / steps), steps

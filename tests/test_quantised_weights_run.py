@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 from command import outcome
 
+from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import session as session_module
-from eps_core.decode.draft_weights import FLAG
 from eps_core.decode.forward import Decoder
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
@@ -69,7 +70,7 @@ def test_a_session_makes_one_drafter_over_its_own_caches(target: tuple, saved, m
     plain = tiny_models.open_llm(target, saved("llama2"), method="off")
     model = type(plain.session.decoder.model)
     real = model.quantised
-    monkeypatch.setattr(model, "quantised", lambda self: made.append(self) or real(self))
+    monkeypatch.setattr(model, "quantised", lambda self, bits: made.append(self) or real(self, bits))
     drafting = tiny_models.open_llm(target, saved("llama2"), speculative=FOUR_BITS, **RQ)
     drawn: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
     for sampling in ({"max_new_tokens": NEW_TOKENS}, {"max_new_tokens": NEW_TOKENS, **drawn}):
@@ -135,6 +136,36 @@ def test_a_run_reports_acceptance_and_bytes_of_weights(target: tuple, saved, tmp
         assert one["bytes_weights"] == full + (one["weight_passes"] - 1) * drafts
 
 
+@pytest.mark.parametrize("weights", ["8bit", "4bit"])
+def test_steps_read_quantised_weights_and_prompts_full_ones(target: tuple, saved, weights: str) -> None:
+    sessions = [opened(target, saved("llama2"), weights=one) for one in ("full", weights)]
+    tokens, logits = np.arange(1, 41), []
+    for session in sessions:
+        cache, _ = session.cache(CacheConfig(), 64)
+        table = np.arange(cache.spec.num_units, dtype=np.int32)
+        cache, first = session.decoder.prefill(cache, tokens, np.arange(40), table, 40)
+        cache, output = session.decoder.step(cache, np.array([7]), np.array([40]), table[None], np.array([41]))
+        logits.append((first, output.logits))
+    (full_first, full_next), (first, following) = logits
+    assert np.array_equal(first, full_first) and not np.array_equal(following, full_next)
+    full, small = (session.decoder.model.weight_bytes for session in sessions)
+    assert small < full / (3 if weights == "8bit" else 5)
+    assert sessions[1].decoder.model.full.weight_bytes == full
+
+
+def test_a_run_says_which_weights_its_steps_read(target: tuple, saved, tmp_path: Path) -> None:
+    done = outcome(command_of(target, saved("llama2"), tmp_path, "--weights", "8bit"), tmp_path)
+    assert done.code in (None, 0), done.err
+    assert ", 8bit weights in decode steps" in done.out
+    assert json.loads(done.out.splitlines()[-1])["weights"] == "8bit"
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    session = opened(target, saved("llama2"), weights="8bit")
+    assert first["weights"] == "8bit" and session.drafter(SpeculativeConfig("tokens")) is session.decoder
+    assert session.drafter(FOUR_BITS).model.full is session.decoder.model.full
+    with pytest.raises(ConfigError, match="weights '3bit' are unknown: choose one of full, 8bit, 4bit"):
+        opened(target, saved("llama2"), weights="3bit")
+
+
 # What cannot draft so is refused when the weights are there, before the first token
 
 
@@ -174,7 +205,7 @@ def assert_refused(target: tuple, path: Path, folder: Path, words: str) -> None:
     for line in (command_of(target, path, folder), [str(word) for word in evaluate]):
         done = outcome(line, folder)
         assert done.code not in (None, 0) and done.out == ""
-        assert words in done.err and f"add {FLAG}" in done.err and done.err.count("\n") == 1, done.err
+        assert words in done.err and "use full weights" in done.err and done.err.count("\n") == 1, done.err
         assert sorted(folder.iterdir()) == before
     with pytest.raises(ConfigError, match=words):
         tiny_models.open_llm(target, path, speculative=FOUR_BITS, **RQ)
