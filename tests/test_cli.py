@@ -32,8 +32,8 @@ PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 29
 # where stderr is no terminal: on a slow machine, and what compiles once
 PROGRESS = r"(prefill: [\d,]+ of [\d,]+ tokens[^\n]*\n|compiling CPU kernels .*\n|kernels: compiling .*\n)*"
 RESULT_KEYS = [
-    "backend", "device", "kernels", "kernels_fault", "model", "weights", "kv_bits", "prompt_tokens", "new_tokens", "text",
-    "tokens", "tokens_equal", "bytes_ratio", "dense", "eps",
+    "backend", "device", "kernels", "kernels_fault", "model", "weights", "kv_bits", "prompt_tokens", "new_tokens",
+    "text", "tokens", "tokens_equal", "bytes_ratio", "dense", "eps",
 ]  # fmt: skip
 DENSE_KEYS = ["tokens", "decode_ms_p50", "decode_ms_p95", "tokens_per_s", "bytes_kv_read"]
 EPS_KEYS = [
