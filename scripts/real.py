@@ -33,7 +33,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from eps_core.config.cache import DTYPE_BYTES
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import WEIGHT_BITS
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
 from eps_core.evaluation.runner import DENSE, Document, run_batch
@@ -285,6 +287,22 @@ def measure(
         return rows + simulate(session, prefixes[0].keys_values, tokens, steps, peers)
 
 
+def of_weights(session: Session, tokens: list[int], steps: int, names: list[str]) -> list[dict]:
+    """Return the rows of one document decoded with quantised weights, dense and by EPS's default, against dense
+    decoding with the full ones; `bytes` are those of weights, over bfloat16."""
+    prefixes, document = [session.prefix(tokens[: len(tokens) - steps])], Document.along(tokens, steps)
+    dense, rows = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes)[DENSE], []
+    for name in names:
+        decoder = session.decoder.quantised(WEIGHT_BITS[name])
+        share = decoder.model.weight_bytes / session.decoder.model.weight_bytes * DTYPE_BYTES[session.dtype] / 2
+        configs = {name: EpsConfig(), f"{name}, EPS default": EpsConfig.of(method="rq")}
+        found = run_batch(session, [document], configs, prefixes, dense, decoder=decoder)
+        for method, one in found.items():
+            kl, agree = one.along_text()
+            rows.append({"method": method, "budget": None, "bytes": share, "kl": kl, "agree": agree})
+    return rows
+
+
 ORDER = ("EPS", "EPS meanstd", "Quest", "UNIQUE", "1-bit codes", "oracle")
 # EPS over what a peer reads, in what: claimed on models that we trained, and at most, by the project's goals
 OVER = (
@@ -427,6 +445,23 @@ def fp8_table(cells: Cells) -> str:
     return markdown_table(head, rows)
 
 
+def weights_table(cells: Cells) -> str:
+    """Return how far quantised weights move the next token, dense and with EPS's default, by cell; bytes are those of
+    weights, over bfloat16."""
+    rows = []
+    for (model, context), same in cells.items():
+        for name in dict.fromkeys(row["method"] for row in same if row["method"] in WEIGHT_BITS):
+            own, sparse = of_method(same, name), of_method(same, f"{name}, EPS default")
+            kl = joined(own, "kl")
+            rows.append([
+                model, f"{context:,}", name, documents_by_steps(own), f"{np.mean([row['bytes'] for row in own]):.3f}",
+                f"{kl.mean():.4f}", f"{np.quantile(kl, 0.99):.3f}", f"{joined(own, 'agree').mean():.3f}",
+                f"{joined(sparse, 'kl').mean():.4f}",
+            ])  # fmt: skip
+    head = ["model", "context", "weights", "documents x steps", "bytes", "mean KL", "p99", "top-1"]
+    return markdown_table([*head, "mean KL with EPS"], rows)
+
+
 def cell_table(rows: list[dict]) -> str:
     """Return every method at every budget of one cell, means with the 95 % interval over documents."""
     groups: dict[str, dict[Any, list[dict]]] = {}
@@ -457,7 +492,8 @@ def cells_tables(cells: Cells) -> str:
 
 
 TABLES: dict[str, Callable[[Cells], str]] = {
-    "peers": peers_table, "claims": claims_table, "default": default_table, "fp8": fp8_table, "cells": cells_tables,
+    "peers": peers_table, "claims": claims_table, "default": default_table, "fp8": fp8_table, "weights": weights_table,
+    "cells": cells_tables,
 }  # fmt: skip
 
 
@@ -485,6 +521,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="decoded tokens of each document (default 64)")
     parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS), help="shares of the tokens")
     parser.add_argument("--default-only", action="store_true", help="no peers, and EPS at its default alone")
+    parser.add_argument(
+        "--weights", nargs="+", choices=[name for name, bits in WEIGHT_BITS.items() if bits], default=[],
+        help="measure quantised weights of decode steps alone, dense and with EPS at its default",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--tables", nargs="*", choices=tuple(TABLES),
@@ -508,17 +548,23 @@ def main() -> None:
     cell = {"model": args.model.name, "context_tokens": args.context, "steps": args.steps, "seed": args.seed}
     there = [row for row in rows_of(args.output) if cell.items() <= row.items()] if args.output.exists() else []
     done = {(row["document"], row["method"], row["budget"]) for row in there}
-    budgets = [] if args.default_only else args.budgets
+    budgets = [] if args.default_only or args.weights else args.budgets
     with args.output.open("a", encoding="utf-8") as out:
         out.write(json.dumps({"type": "run", **provenance(session.backend.versions()), "asked": named(args)}) + "\n")
         texts = documents(session, args.context, args.steps, args.documents, args.seed)
         for index, (kind, tokens) in enumerate(texts):
             assert len(tokens) == args.context + args.steps
+            small = [name for name in args.weights if (index, name, None) not in done]
             configs = {one: config for one, config in variants(budgets).items() if (index, *one) not in done}
+            configs = {} if args.weights else configs
             peers = [share for share in budgets if (index, "oracle", share) not in done]
-            if not configs and not peers:
+            if not configs and not peers and not small:
                 continue
-            found = measure(session, tokens, args.steps, configs, peers)
+            found = (
+                of_weights(session, tokens, args.steps, small)
+                if small
+                else measure(session, tokens, args.steps, configs, peers)
+            )
             rows = [{"type": "row", **cell, "document": index, "kind": kind, **shorter(row)} for row in found]
             out.write("".join(json.dumps(row) + "\n" for row in rows))
             out.flush()

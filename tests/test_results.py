@@ -84,6 +84,9 @@ def test_tables_of_real_models_by_hand() -> None:
     assert default in real.default_table(cells)
     short = [row("code", [0.0], method="EPS default", bytes=1.0, context_tokens=context) for context in (40, 700)]
     assert "| m | 40 to 700 | 2 x 1 | 1.000 | 0.0000 |" in real.default_table(real.by_cell(short))
+    small = [row("code", [0.0, 0.01], method="8bit", bytes=0.5), row("code", [0.0, 0.03], method="8bit, EPS default")]
+    line = "| m | 4,096 | 8bit | 1 x 2 | 0.500 | 0.0050 | 0.010 | 1.000 | 0.0150 |"
+    assert line in real.weights_table(real.by_cell(small))
     assert real.over((0.1, "<"), (0.2, "<")) == (None, "-"), "bounds that contradict each other"
 
 
