@@ -1,0 +1,73 @@
+"""The race of decode steps (scripts/race.py): what a round is, its table by hand, and a race of a tiny model."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import race
+
+from eps_core.decode.session import Session
+
+SCRIPT = race.__file__
+
+
+def test_each_round_begins_with_another_runner() -> None:
+    order: list[str] = []
+
+    def runner(name: str, seconds: list[float]) -> race.Steps:
+        def steps(number: int) -> list[float]:
+            order.append(f"{name}{number}")
+            return seconds[:number]
+
+        return steps
+
+    found = race.race({"a": runner("a", [0.001, 0.003, 0.002]), "b": runner("b", [0.01] * 3)}, 3, 3)
+    assert order == ["a2", "b2", "a3", "b3", "b3", "a3", "a3", "b3"]
+    assert found == {"a": [pytest.approx(2.0)] * 3, "b": [pytest.approx(10.0)] * 3}
+
+
+def test_lengths_of_a_ragged_batch() -> None:
+    assert race.lengths_of(4096, 8, False) == [4096] * 8 and race.lengths_of(100, 1, True) == [100]
+    ragged = race.lengths_of(32768, 8, True)
+    assert (ragged[0], ragged[-1], len(ragged)) == (32768, 8192, 8) and ragged == sorted(ragged, reverse=True)
+
+
+def test_table_by_hand() -> None:
+    row = {"model": "m", "batch": 1, "ragged": False, "first_token_s": 2.0}
+    rows = [
+        {**row, "runner": "EPS", "context_tokens": 1000, "step_ms": [1.0, 3.0, 9.0]},
+        {**row, "runner": "EPS", "context_tokens": 3000, "step_ms": [4.0], "first_token_s": None},
+        {**row, "runner": "other", "context_tokens": 3000, "step_ms": [8.0, 10.0], "batch": 8, "ragged": True},
+    ]
+    text = race.table(rows)
+    assert "| EPS | 3.0 | 4.0 | 0.50 | 2.0 | - |" in text
+    assert "m, 8 sequences of a quarter of it to all:" in text and "| other | 9.0 | - | 2.0 |" in text
+
+
+def test_runners_of_a_tiny_model_step(saved: Callable) -> None:
+    """From K and V that are given, or from a prefill of their own, which alone is timed."""
+    path = saved("llama2")
+    session = Session.open(path, "cuda", "cpu", "float32")
+    prompts = [[1 + (7 * i) % 90 for i in range(length)] for length in race.lengths_of(200, 2, True)]
+    prefix = session.prefix(prompts[0][:-1])
+    for name, config, weights, verify in race.OURS:
+        for own, alone in ((prefix, prompts), (None, prompts[:1])):
+            seconds, steps = race.run_eps(session, config, alone, 80, weights, verify, own)
+            assert (seconds is None) == (own is not None), name
+            assert len(steps(3)) >= 3 and min(steps(2)) > 0
+    model = race.transformers_model(path, "float32")
+    for filled in (None, prefix.keys_values):
+        seconds, steps = race.run_transformers(model, prompts[:1], filled)
+        assert (seconds is None) == (filled is not None) and len(steps(2)) == 2
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--context", "10"), "--model is missing"), (("--model", "FOLDER", "--context", "99999"), "beyond the model's"),
+])  # fmt: skip
+def test_what_cannot_run_is_told_in_a_line(words: tuple, said: str, saved: Callable, tmp_path) -> None:
+    line = [str(saved("llama2")) if word == "FOLDER" else word for word in words]
+    out = tmp_path / "race.jsonl"
+    done = subprocess.run([sys.executable, SCRIPT, *line, "-o", str(out)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not out.exists()
