@@ -496,6 +496,8 @@ TABLES: dict[str, Callable[[Cells], str]] = {
     "cells": cells_tables,
 }  # fmt: skip
 
+ALONE = ("cells", "weights")  # printed where they are named
+
 
 def rows_of(path: Path) -> list[dict]:
     """Return the measured rows of a file of this script."""
@@ -528,13 +530,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--tables", nargs="*", choices=tuple(TABLES),
-        help="print these tables of OUTPUT, all but `cells` if none is named, and measure nothing",
+        help="print these tables of OUTPUT, all but `cells` and `weights` if none is named, and measure nothing",
     )  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, one row a document and variant")
     args = parser.parse_args()
     if args.tables is not None:
-        wanted, cells = args.tables or [name for name in TABLES if name != "cells"], by_cell(rows_of(args.output))
-        print("\n\n".join(TABLES[name](cells) for name in wanted))
+        names, cells = args.tables or [name for name in TABLES if name not in ALONE], by_cell(rows_of(args.output))
+        print("\n\n".join(TABLES[name](cells) for name in names))
         return
     require(args.model is not None, "--model is missing: give a Hugging Face directory (scripts/get_model.py)")
     for name in ("context", "documents", "steps"):
