@@ -25,6 +25,7 @@ from eps_core.load import load_backend, resolve_kernels
 from eps_cuda.device import DTYPES, device_of
 from eps_cuda.integrations.transformers.attention import NAME
 from eps_cuda.integrations.transformers.cache import EpsCache, make_fused
+from eps_cuda.integrations.transformers.gguf import source_of
 from eps_cuda.integrations.transformers.names import CACHE
 from eps_cuda.integrations.transformers.verified import verifying
 
@@ -161,9 +162,10 @@ def open_engine(
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown: choose one of auto, {', '.join(DTYPES)}")
     wanted = "auto" if dtype == "auto" and place.type != "cpu" else DTYPES.get(dtype, torch.float32)
+    source = source_of(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=wanted, attn_implementation="sdpa")
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot load {path}: {one_line(error)}") from error
     return TransformersEngine(model.eval().to(place), settings, kernels)
 
