@@ -22,6 +22,7 @@ from eps_core.config.cache import METHODS, CacheConfig
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import AS_THEY_ARE, FORMATS
 from eps_core.eviction.table import POLICIES
+from eps_core.integrations.versions import TESTED, tested
 from eps_core.metrics import keys
 from eps_core.metrics.rounds import RoundRecord
 from eps_core.metrics.steps import StepRecord
@@ -243,6 +244,17 @@ def families() -> str:
     return markdown_table(("`model_type`", "`architectures`", "file"), rows)
 
 
+# -------------------------------------------------------------------------------------------------------------- engines
+
+
+def engine_versions() -> str:
+    """Return a row of each engine's package: the releases that tests ran with, and the version that they install."""
+    pins = [DOCS.parent / "tests" / "vllm" / "requirements.txt", DOCS.parent / "constraints.txt"]  # the last wins
+    installed = dict(line.split("==") for pin in pins for line in pin.read_text().splitlines() if "==" in line)
+    rows = [(f"`{package}`", tested(package), installed.get(package, "-")) for package in TESTED]
+    return markdown_table(("package", "tested releases", "version of the test suite"), rows)
+
+
 # -------------------------------------------------------------------------------------------------------------- scripts
 
 
@@ -271,6 +283,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "summary keys": lambda: keys_of(keys.SUMMARY),
     "compared keys": lambda: keys_of(keys.COMPARED),
     "families": families,
+    "engine versions": engine_versions,
     "scripts": scripts,
 }
 

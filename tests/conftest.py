@@ -76,6 +76,7 @@ LEFT_OUT = {
         "test_kv_bits.py::test_a_run_counts_them*",
         "test_readme.py::test_their_commands_run_as_printed",
         "test_run_page_browser.py*",
+        "test_real_engines.py*",
         "test_real_model.py*",
         "test_release.py*",
         "test_sampling.py::test_what_is_said_is_drawn_from_the_target*",

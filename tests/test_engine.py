@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from eps_core.errors import ConfigError
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.paged import Paged
 from eps_core.integrations.plan import Plan
-from eps_core.integrations.settings import VERSIONS, Settings, check_version, from_environment, to_environment
+from eps_core.integrations.settings import Settings, from_environment, to_environment
 from eps_core.integrations.verified import Rounds
 from eps_core.kv_cache.pool import PagePool
 from eps_core.load import load_backend
@@ -350,26 +349,6 @@ def test_a_misspelt_variable_is_refused_and_a_strangers_is_not() -> None:
 def test_a_wrong_setting_is_one_line(flat: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Settings.of(flat)
-
-
-def test_versions_outside_the_range_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from eps_core.integrations import settings
-
-    for found, fits in (("0.32.0", True), ("0.32.9+cpu", True), ("0.33.0", False), ("0.31.9", False), (None, False)):
-        monkeypatch.setattr(settings, "package_version", lambda package, found=found: found)
-        if fits:
-            assert check_version("mlx-lm") == found
-        else:
-            with pytest.raises(ConfigError, match=r"mlx-lm.*pip install 'eigenpage\[mlx-lm\]'"):
-                check_version("mlx-lm")
-
-
-def test_the_extras_install_what_is_checked() -> None:
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    for package, (low, high) in VERSIONS.items():
-        assert f"{package}>={low},<{high}" in [
-            one.split(";")[0].strip() for one in project["optional-dependencies"][package]
-        ]
 
 
 def test_drafts_of_an_engine_select_as_drafts_of_our_own_decoder() -> None:

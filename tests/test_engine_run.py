@@ -12,8 +12,8 @@ import pytest
 from command import last, outcome
 
 from eps_core.config.eps import EpsConfig
-from eps_core.integrations.settings import VERSIONS, Settings
-from eps_core.load import ENGINES
+from eps_core.integrations import versions
+from eps_core.integrations.settings import Settings
 from eps_core.models import hub
 
 MODEL = "llama2"
@@ -157,16 +157,10 @@ def test_an_address_that_is_taken_is_one_line_before_anything_runs(
     assert done.code == 2 and "nobody can listen at no.such.host.invalid" in done.err
 
 
-def test_every_engine_has_checked_versions() -> None:
-    assert set(ENGINES) <= set(VERSIONS)
-
-
 def test_an_engine_that_is_not_installed_is_one_line(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eps_core.integrations import settings
-
-    monkeypatch.setattr(settings, "package_version", lambda package: None)
+    monkeypatch.setattr(versions, "package_version", lambda package: None)
     line = ["run", "--engine", "transformers", "--model", str(model), "--prompt", PROMPT, "--method", "rq"]
     done = outcome(line, tmp_path)
     assert done.code == 2 and "pip install 'eigenpage[transformers]'" in done.err

@@ -105,13 +105,33 @@ def test_a_folder_of_an_adapter_alone_is_named(folder: Write) -> None:
     refused_everywhere(path, str(path), "LORA adapter of 'org/base-model'", "no model of its own", "merge_and_unload")
 
 
+def test_an_adapter_of_mlx_lm_is_fused(folder: Write) -> None:
+    files = {"adapter_config.json": {"fine_tune_type": "lora"}, "adapters.safetensors": b""}
+    path = folder("*.json", "model*", files=files)
+    refused_everywhere(path, str(path), "LORA adapter of mlx-lm", "mlx_lm.fuse --model BASE --adapter-path DIR")
+
+
 # Files in other formats
 
 
 def test_a_gguf_file_is_named(tmp_path: Path) -> None:
     for name, content in (("m.gguf", b""), ("m.bin", b"GGUF\3\0\0\0")):
         (tmp_path / name).write_bytes(content)
-        refused_everywhere(tmp_path / name, str(tmp_path / name), "GGUF", "gguf_file", "save_pretrained")
+        says = (str(tmp_path / name), "GGUF", "eps-proto run --engine transformers", "gguf_file", "save_pretrained")
+        refused_everywhere(tmp_path / name, *says)
+
+
+@pytest.mark.parametrize("command", ["run", "serve"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_broken_gguf_file_is_one_line_of_every_engine(command: str, engine: str, tmp_path: Path) -> None:
+    """`run --engine transformers` alone reads it, and says what is wrong with it."""
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF\3\0\0\0")
+    flags = [command, "--engine", engine, "--model", str(file), "--method", "rq"]
+    done = outcome([*flags, *(("--prompt", "x") if command == "run" else ())], tmp_path)
+    assert done.code == 2 and done.err.splitlines()[-1].startswith("error: ") and "Traceback" not in done.err
+    reads = (command, engine) == ("run", "transformers")
+    assert (f"transformers cannot read {file}" if reads else "eps-proto run --engine transformers") in done.err
 
 
 def test_another_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
@@ -165,11 +185,11 @@ QUANTISED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     # config.json, the name of it, engines that do not read it
     "awq": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "AWQ, 4 bits", ()),
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "GPTQ, 8 bits", ()),
-    "bnb-4": ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes, 4 bits", ()),
+    "bnb-4": ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes, 4 bits", ("mlx-lm",)),
     "bnb-8": (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
         "bitsandbytes, 8 bits",
-        (),
+        ("mlx-lm",),
     ),
     "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "FP8, 8 bits", ()),
     "mxfp4": ({"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4, 4 bits", ()),
@@ -206,6 +226,20 @@ def test_quantised_weights_are_named(kind: str, folder: Write) -> None:
             assert_refused(lambda engine=engine: resolve_model(path, engine=engine), f"quantised: {name}", other)
         else:
             assert resolve_model(path, engine=engine) == path
+
+
+@pytest.mark.parametrize(
+    ("method", "package"), [("awq", "gptqmodel"), ("gptq", "optimum"), ("bitsandbytes", "bitsandbytes")]
+)
+def test_transformers_names_the_package_that_reads_quantised_weights(
+    method: str, package: str, folder: Write, tmp_path: Path
+) -> None:
+    bits = {"load_in_4bit": True} if method == "bitsandbytes" else {"bits": 4, "group_size": 64}
+    path = folder(config={"quantization_config": {"quant_method": method} | bits})
+    flags = ["run", "--engine", "transformers", "--model", str(path), "--method", "rq", "--prompt", "x"]
+    done = outcome(flags, tmp_path)
+    assert done.code == 2 and f"error: transformers cannot load {path}: " in done.err and "Traceback" not in done.err
+    assert package in done.err.replace(str(path), "")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tiny_models import save_model
 
 from eps_core.errors import ConfigError
 from eps_core.integrations import kernels as engine_kernels
-from eps_core.integrations import settings as engine_settings
+from eps_core.integrations import versions
 from eps_core.integrations.settings import Settings
 from eps_mlx.integrations.mlx_lm import eps, hook_of, load, names
 from eps_mlx.integrations.mlx_lm.hook import Hook
@@ -402,14 +402,24 @@ def test_layers_that_slide_are_named_in_the_one_line(caplog: pytest.LogCaptureFi
         assert sparse.plan.dense == {0: "no attention", 2: "no attention"}
 
 
-def test_a_quantised_kv_cache_and_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantised_kv_cache_is_refused() -> None:
     model = tiny("llama")
     with eps(model, **SMALL):
         cache = make_prompt_cache(model)
         with pytest.raises(ConfigError, match="KV cache of 4 bits"):
             list(generate_step(mx.array([1, 2, 3]), model, prompt_cache=cache, kv_bits=4, quantized_kv_start=0))
-    monkeypatch.setitem(engine_settings.VERSIONS, "mlx-lm", ("0.1", "0.2"))
-    with pytest.raises(ConfigError, match=r"outside the versions that EPS works with, 0\.1"):
+
+
+def test_another_version_warns_or_is_refused_by_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny("llama")
+    monkeypatch.setitem(versions.TESTED, "mlx-lm", ("0.1", "0.1"))
+    with eps(model, **SMALL):
+        assert "outside the versions that EPS is tested with, 0.1" in caplog.text
+    lacking = versions.INTERFACES["mlx-lm"] | {"mlx_lm.models.cache:KVCache.pages": ""}
+    monkeypatch.setitem(versions.INTERFACES, "mlx-lm", lacking)
+    with pytest.raises(ConfigError, match=r"and lacks mlx_lm\.models\.cache\.KVCache\.pages: install one of them"):
         eps(model, **SMALL).__enter__()
 
 

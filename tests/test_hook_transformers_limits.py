@@ -285,7 +285,9 @@ def test_what_cannot_be_gated_is_refused_by_name(name: str) -> None:
 
 
 OWN_ATTENTION = {
-    "gptj": lambda: transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8),
+    "gpt-neox-japanese": lambda: transformers.GPTNeoXJapaneseConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2
+    ),
     "mpt": lambda: transformers.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2),  # parts without one, too
 }
 

@@ -11,7 +11,7 @@ from hf_models import tiny_config as config_of
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eps_core.errors import ConfigError
-from eps_core.integrations import settings as engine_settings
+from eps_core.integrations import versions
 from eps_cuda.integrations.transformers import EpsCache, plan_of
 
 # ---- single calls ----
@@ -129,8 +129,14 @@ def test_layers_that_look_at_a_picture_stay_dense() -> None:
     assert plan.sparse == (0, 2) and plan.dense == {1: "cross attention", 3: "cross attention"}
 
 
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_warns_or_is_refused_by_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model = tiny("llama")
-    monkeypatch.setitem(engine_settings.VERSIONS, "transformers", ("0.1", "0.2"))
-    with pytest.raises(ConfigError, match=r"outside the versions that EPS works with, 0\.1"):
+    monkeypatch.setitem(versions.TESTED, "transformers", ("0.1", "0.1"))
+    EpsCache(model, RQ)
+    assert "outside the versions that EPS is tested with, 0.1" in caplog.text
+    lacking = versions.INTERFACES["transformers"] | {"transformers:DynamicCache": "config pages"}
+    monkeypatch.setitem(versions.INTERFACES, "transformers", lacking)
+    with pytest.raises(ConfigError, match=r"and lacks transformers\.DynamicCache\(pages=\): install one of them"):
         EpsCache(model, RQ)

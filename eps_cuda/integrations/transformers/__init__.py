@@ -15,6 +15,7 @@ from eps_cuda.integrations.transformers.attention import NAME
 from eps_cuda.integrations.transformers.cache import EpsCache, EpsLayer, plan_of
 from eps_cuda.integrations.transformers.context import eps
 from eps_cuda.integrations.transformers.engine import open_engine
+from eps_cuda.integrations.transformers.gguf import without_weights
 from eps_cuda.integrations.transformers.server import serve
 
-__all__ = ["NAME", "EpsCache", "EpsLayer", "eps", "open_engine", "plan_of", "serve"]
+__all__ = ["NAME", "EpsCache", "EpsLayer", "eps", "open_engine", "plan_of", "serve", "without_weights"]

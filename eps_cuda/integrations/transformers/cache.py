@@ -17,8 +17,9 @@ from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError, require
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.plan import Plan
-from eps_core.integrations.settings import EXTRAS, Settings, check_version
+from eps_core.integrations.settings import EXTRAS, Settings
 from eps_core.integrations.verified import check_engine
+from eps_core.integrations.versions import check_complete, check_version
 from eps_core.load import load_backend
 from eps_cuda.integrations.transformers.attention import NAME, hand_over
 from eps_cuda.integrations.transformers.rows import Rows
@@ -161,7 +162,8 @@ class EpsLayer(CacheLayerMixin):
 
 
 class EpsCache(Cache):
-    """A cache for `past_key_values` of a model that attends by "eps"; layers not sparse keep their stock class.
+    """A cache for a model that attends by "eps", given as `past_key_values` (or `cache`, from transformers 5.24 on);
+    layers not sparse keep their stock class.
 
     Rows are forked in the pool where beams part, and freed when the cache dies or is `reset`. Prompts, chunks and the
     verification of drafts are attended densely; every single token of a row as EPS says."""
@@ -201,6 +203,7 @@ def asked_for(config: EpsConfig | None, settings: dict[str, Any]) -> Settings:
 def make_fused(model: Any, asked: Settings, **more: Any) -> SparseAttention:
     """Counters of one model. Tells the layers that stay dense, and why."""
     check_version("transformers")
+    check_complete("transformers", EpsLayer)
     require(asked.config.cache_config.enabled, 'EPS is off and would keep nothing: name a method, such as method="rq"')
     check_engine(asked.verify, "transformers")
     plan = plan_of(model)

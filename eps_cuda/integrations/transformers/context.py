@@ -14,6 +14,7 @@ from eps_core.integrations.plan import Plan
 from eps_core.load import load_backend
 from eps_cuda.integrations.transformers.attention import NAME
 from eps_cuda.integrations.transformers.cache import EpsLayer, asked_for, make_fused, put_into, text_config
+from eps_cuda.integrations.transformers.names import cache_in
 from eps_cuda.integrations.transformers.rows import Rows
 from eps_cuda.integrations.transformers.verified import verifying
 
@@ -62,7 +63,7 @@ class _PutIn:
     kernels: str
 
     def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache: Any = kwargs.get("past_key_values")
+        cache: Any = cache_in(kwargs)
         if is_fresh(cache):
             rows = Rows(self.sparse, self.kernels, self.text.num_attention_heads)
             layers = cache.layers or DynamicCache(config=self.text).layers

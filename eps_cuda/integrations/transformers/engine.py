@@ -18,12 +18,15 @@ from transformers.generation.streamers import BaseStreamer
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError, one_line
 from eps_core.integrations.protocol import Step
-from eps_core.integrations.settings import Settings, check_version
+from eps_core.integrations.settings import Settings
 from eps_core.integrations.verified import check_engine
+from eps_core.integrations.versions import check_version
 from eps_core.load import load_backend, resolve_kernels
 from eps_cuda.device import DTYPES, device_of
 from eps_cuda.integrations.transformers.attention import NAME
 from eps_cuda.integrations.transformers.cache import EpsCache, make_fused
+from eps_cuda.integrations.transformers.gguf import source_of
+from eps_cuda.integrations.transformers.names import CACHE
 from eps_cuda.integrations.transformers.verified import verifying
 
 PREFILL_TOKENS = 2048  # of a prompt at once; bounds the memory of a padded batch's mask
@@ -105,9 +108,9 @@ class TransformersEngine:
             torch.manual_seed(sampling.seed)
             while streamer.sequences and ids.shape[1] < longest + max_new_tokens:
                 ids = model.generate(
-                    ids, attention_mask=mask, past_key_values=cache, streamer=streamer, use_cache=True,
+                    ids, attention_mask=mask, streamer=streamer, use_cache=True,
                     max_new_tokens=longest + max_new_tokens - ids.shape[1],
-                    stopping_criteria=StoppingCriteriaList([_AnyEnded(stop)]), **drawn,
+                    stopping_criteria=StoppingCriteriaList([_AnyEnded(stop)]), **drawn, **{CACHE: cache},
                 )  # fmt: skip
                 alive = [row for row, last in enumerate(ids[:, -1].tolist()) if last not in stop]
                 if len(alive) < len(streamer.sequences):
@@ -124,8 +127,8 @@ class TransformersEngine:
         for start in range(0, ids.shape[1], PREFILL_TOKENS):
             end = min(start + PREFILL_TOKENS, ids.shape[1])
             self.model(
-                ids[:, start:end], attention_mask=mask[:, :end] if padded else None, past_key_values=cache,
-                position_ids=positions[:, start:end], use_cache=True, logits_to_keep=1,
+                ids[:, start:end], attention_mask=mask[:, :end] if padded else None,
+                position_ids=positions[:, start:end], use_cache=True, logits_to_keep=1, **{CACHE: cache},
             )  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
@@ -159,9 +162,10 @@ def open_engine(
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown: choose one of auto, {', '.join(DTYPES)}")
     wanted = "auto" if dtype == "auto" and place.type != "cpu" else DTYPES.get(dtype, torch.float32)
+    source = source_of(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=wanted, attn_implementation="sdpa")
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot load {path}: {one_line(error)}") from error
     return TransformersEngine(model.eval().to(place), settings, kernels)
 

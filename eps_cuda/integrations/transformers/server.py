@@ -12,7 +12,8 @@ from typing import Any
 from huggingface_hub import CacheNotFound
 
 from eps_core.errors import ConfigError, install, one_line, require
-from eps_core.integrations.settings import Settings, check_version
+from eps_core.integrations.settings import Settings
+from eps_core.integrations.versions import check_version
 from eps_core.models.tokenizer import end_tokens
 from eps_cuda.integrations.transformers.context import eps
 
@@ -45,8 +46,10 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
             manager: Any = self._model_manager
             model, _ = manager.load_model_and_processor(manager.process_model_name(str(path)))
             set_ends(model, path)
-            theirs, served = manager.get_gen_models, {"owned_by": "", "id": str(path), "object": "model"}
-            manager.get_gen_models = lambda *args: [{**served, "created": int(time.time())}, *_listed(theirs, *args)]
+            if hasattr(manager, "get_gen_models"):  # up to 5.23, which lists no folder
+                theirs, served = manager.get_gen_models, {"owned_by": "", "id": str(path), "object": "model"}
+                created = int(time.time())
+                manager.get_gen_models = lambda *args: [{**served, "created": created}, *_listed(theirs, *args)]
             if not settings.config.cache_config.enabled:
                 self.server.run()
                 return

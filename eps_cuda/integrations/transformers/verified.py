@@ -23,6 +23,7 @@ from eps_core.errors import require
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.verified import Rounds
 from eps_cuda.integrations.transformers.cache import EpsLayer
+from eps_cuda.integrations.transformers.names import CACHE, cache_in
 from eps_cuda.integrations.transformers.rows import Rows
 
 _PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -73,7 +74,7 @@ def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any) -> Any:
         model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:  # fmt: skip
-        cache: Any = model_kwargs.get("past_key_values")
+        cache: Any = cache_in(model_kwargs)
         # an empty one becomes ours in its first forward; others hold what was kept without EPS
         ours = cache is not None and (not cache.get_seq_length() or bool(_own_layers(cache)))
         if len(input_ids) > 1 or not ours:
@@ -184,7 +185,7 @@ class _Text:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
             return self.ids
-        found: dict[str, Any] = {"sequences": self.ids, "past_key_values": cache}
+        found: dict[str, Any] = {"sequences": self.ids, CACHE: cache}
         found["scores"] = tuple(self.scores) if self.config.output_scores else None
         found["logits"] = tuple(self.logits) if self.config.output_logits else None
         return GenerateDecoderOnlyOutput(**found)

@@ -14,7 +14,8 @@ from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError, require
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.protocol import Step
-from eps_core.integrations.settings import PREFIX, Settings, check_version
+from eps_core.integrations.settings import PREFIX, Settings
+from eps_core.integrations.versions import check_version
 from eps_core.load import resolve_kernels
 from eps_core.metrics.provenance import package_version
 from eps_cuda import versions

@@ -8,7 +8,8 @@ from typing import Any
 
 from eps_core.config.cache import UNIT_TOKENS
 from eps_core.errors import ConfigError, require, shown
-from eps_core.integrations.settings import PREFIX, Settings, check_version, from_environment
+from eps_core.integrations.settings import PREFIX, Settings, from_environment
+from eps_core.integrations.versions import check_version
 from eps_core.io.schema import current_settings
 from eps_core.models.folder import refuse_adapter
 

@@ -26,8 +26,9 @@ from mlx_lm.utils import load_config
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError, one_line
 from eps_core.integrations.protocol import Step
-from eps_core.integrations.settings import Settings, check_version
+from eps_core.integrations.settings import Settings
 from eps_core.integrations.verified import check_engine
+from eps_core.integrations.versions import check_version
 from eps_core.metrics.provenance import package_version
 from eps_core.models.folder import refuse_adapter
 from eps_mlx.device import DTYPES, device_of

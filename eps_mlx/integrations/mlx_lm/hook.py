@@ -16,8 +16,9 @@ from eps_core.errors import ConfigError
 from eps_core.integrations.kernels import checked_kernels
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.plan import Plan
-from eps_core.integrations.settings import Settings, check_version
+from eps_core.integrations.settings import Settings
 from eps_core.integrations.verified import check_engine
+from eps_core.integrations.versions import check_version
 from eps_mlx.integrations.mlx_lm import names
 from eps_mlx.integrations.mlx_lm.cache import CLASSES, make_caches, open_pools
 from eps_mlx.integrations.mlx_lm.dropped import check_read
