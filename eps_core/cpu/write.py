@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eps_core.cpu.compile import kernel
-from eps_core.cpu.vectors import wide
+from eps_core.cpu.vectors import LANES, wide
 from eps_core.summaries.rq import PARTS, SECOND_STEP, hadamard_blocks
 
 
@@ -74,32 +74,67 @@ def rotation(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @kernel()
-def _encode(x, column, with_second, second_step, codes, second):
-    """Sets the bits of one vector x [D] in codes and second [bytes], which are 0, and returns their scales; column
-    [D, 1] is overwritten. Without the rescoring bit the scale of both is that of the first."""
-    head_dim = len(x)
-    step = np.float32(0)
+def _rotate_columns(x, signs, blocks, scales):
+    """`rotate` of every column of x [D, LANES]."""
+    for own in range(len(signs)):
+        for d in range(len(x)):
+            for lane in range(LANES):
+                x[d, lane] *= signs[own, d]
+        start = 0
+        for block in range(len(blocks)):
+            size = blocks[block]
+            half = size // 2
+            while half:
+                for first in range(start, start + size, 2 * half):
+                    for i in range(first, first + half):
+                        for lane in range(LANES):
+                            a, b = x[i, lane], x[i + half, lane]
+                            x[i, lane], x[i + half, lane] = a + b, a - b
+                half //= 2
+            for i in range(start, start + size):
+                for lane in range(LANES):
+                    x[i, lane] *= scales[block]
+            start += size
+
+
+@kernel()
+def _encode_columns(x, sizes, with_second, second_step, sums, bits, codes, scale, second, second_scale):
+    """Fills codes and second [n, bytes] with the bits of the first n columns of x [D, LANES], and scale and
+    second_scale [n]; sizes [D, LANES], sums [4, LANES] and bits [2, LANES] are overwritten. second and second_scale
+    are left alone without the rescoring bit."""
+    step, energy, product, finer_product = sums[0], sums[1], sums[2], sums[3]
+    sums[:] = 0
+    bits[:] = 0
     if with_second:
-        for d in range(head_dim):
-            column[d, 0] = abs(x[d])
-        _fold(column, head_dim)
-        step = column[0, 0] * second_step
-    energy, product, finer_product = np.float32(0), np.float32(0), np.float32(0)
-    for d in range(head_dim):
-        value = x[d]
-        energy += value * value
-        positive = value >= 0
-        level = np.float32(1) if positive else np.float32(-1)
-        product += value * level
-        if positive:
-            codes[d // 8] |= np.uint8(1 << (d % 8))
+        sizes[:] = np.abs(x)
+        _fold(sizes, len(x))
+        for lane in range(LANES):
+            step[lane] = sizes[0, lane] * second_step
+    for d in range(len(x)):
+        bit = np.int32(1 << (d % 8))
+        for lane in range(LANES):
+            value = x[d, lane]
+            level = np.float32(1) if value >= 0 else np.float32(-1)
+            energy[lane] += value * value
+            product[lane] += value * level
+            bits[0, lane] |= bit if value >= 0 else np.int32(0)
         if with_second:
-            upper = value >= step or (value < 0 and value >= -step)
-            if upper:
-                second[d // 8] |= np.uint8(1 << (d % 8))
-            finer_product += value * (level + (np.float32(0.5) if upper else np.float32(-0.5)))
-    scale = energy / product if product > 0 else np.float32(0)
-    return scale, energy / finer_product if finer_product > 0 else np.float32(0)
+            for lane in range(LANES):
+                value = x[d, lane]
+                level = np.float32(1) if value >= 0 else np.float32(-1)
+                upper = (value >= step[lane]) | ((value < 0) & (value >= -step[lane]))
+                finer_product[lane] += value * (level + (np.float32(0.5) if upper else np.float32(-0.5)))
+                bits[1, lane] |= bit if upper else np.int32(0)
+        if d % 8 == 7 or d == len(x) - 1:
+            for n in range(len(scale)):
+                codes[n, d // 8] = bits[0, n]
+                if with_second:
+                    second[n, d // 8] = bits[1, n]
+            bits[:] = 0
+    for n in range(len(scale)):
+        scale[n] = energy[n] / product[n] if product[n] > 0 else np.float32(0)
+        if with_second:
+            second_scale[n] = energy[n] / finer_product[n] if finer_product[n] > 0 else np.float32(0)
 
 
 @kernel()
@@ -108,17 +143,21 @@ def _turn_means(k, size, signs, blocks, scales, turned, mean):
     `size`, and mean [F, Hkv, D] with that of these."""
     spans, kv_heads, finalized, head_dim = k.shape
     groups = finalized // size
-    rows = np.empty((max(size, groups), head_dim), np.float32)
+    rows, columns = np.empty((max(size, groups), head_dim), np.float32), np.zeros((head_dim, LANES), np.float32)
     inverse, inverse_groups = np.float32(1 / size), np.float32(1 / groups)
     for f in range(spans):
         for h in range(kv_heads):
-            for n in range(groups):
-                rows[:size] = k[f, h, n * size : (n + 1) * size]
-                _fold(rows, size)
-                x = turned[f, h, n]
-                for d in range(head_dim):
-                    x[d] = rows[0, d] * inverse
-                rotate(x, signs, blocks, scales)
+            for begin in range(0, groups, LANES):
+                end = min(begin + LANES, groups)
+                for n in range(begin, end):
+                    rows[:size] = k[f, h, n * size : (n + 1) * size]
+                    _fold(rows, size)
+                    for d in range(head_dim):
+                        columns[d, n - begin] = rows[0, d] * inverse
+                _rotate_columns(columns, signs, blocks, scales)
+                for n in range(begin, end):
+                    for d in range(head_dim):
+                        turned[f, h, n, d] = columns[d, n - begin]
             rows[:groups] = turned[f, h]
             _fold(rows, groups)
             for d in range(head_dim):
@@ -127,21 +166,24 @@ def _turn_means(k, size, signs, blocks, scales, turned, mean):
 
 @kernel()
 def _encode_units(turned, stored, second_step, codes, scale, second, second_scale):
-    """`_encode` of what turned [F, Hkv, N, D] differs from stored [F, Hkv, D]; turned is overwritten."""
+    """`_encode_columns` of what turned [F, Hkv, N, D] differs from stored [F, Hkv, D]."""
     spans, kv_heads, groups, head_dim = turned.shape
-    column, unused = np.empty((head_dim, 1), np.float32), np.empty(0, np.uint8)
+    columns, sizes = np.zeros((head_dim, LANES), np.float32), np.empty((head_dim, LANES), np.float32)
+    sums, bits = np.empty((4, LANES), np.float32), np.empty((2, LANES), np.int32)
     with_second = second.shape[0] > 0
     for f in range(spans):
         for h in range(kv_heads):
-            for n in range(groups):
-                x = turned[f, h, n]
-                for d in range(head_dim):
-                    x[d] -= stored[f, h, d]
-                own = second[f, h, n] if with_second else unused
-                first, other = _encode(x, column, with_second, second_step, codes[f, h, n], own)
-                scale[f, h, n] = first
-                if with_second:
-                    second_scale[f, h, n] = other
+            for begin in range(0, groups, LANES):
+                end = min(begin + LANES, groups)
+                for n in range(begin, end):
+                    for d in range(head_dim):
+                        columns[d, n - begin] = turned[f, h, n, d] - stored[f, h, d]
+                own, own_scale = codes[f, h, begin:end], scale[f, h, begin:end]
+                _encode_columns(
+                    columns, sizes, with_second, second_step, sums, bits, own, own_scale,
+                    second[f, h, begin:end] if with_second else own,
+                    second_scale[f, h, begin:end] if with_second else own_scale,
+                )  # fmt: skip
 
 
 def unit_means(k: np.ndarray, size: int, signs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -157,9 +199,9 @@ def unit_means(k: np.ndarray, size: int, signs: np.ndarray) -> tuple[np.ndarray,
 def build_units(
     turned: np.ndarray, stored: np.ndarray, dims: Sequence[int], with_second: bool
 ) -> dict[str, np.ndarray]:
-    """The codes of groups with rotated means turned [F, Hkv, N, D] float32, which are overwritten, about the stored
-    means [F, Hkv, D] float32, in parts of `dims` dimensions: the fields of `rq` [F, Hkv, ..] but for the mean. Scales
-    are float32, to be rounded by the caller."""
+    """The codes of groups with rotated means turned [F, Hkv, N, D] float32 about the stored means [F, Hkv, D] float32,
+    in parts of `dims` dimensions: the fields of `rq` [F, Hkv, ..] but for the mean. Scales are float32, to be rounded
+    by the caller."""
     spans, kv_heads, groups, head_dim = turned.shape
     shape, kept = (kv_heads, groups, -(-head_dim // 8)), spans if with_second else 0
     codes, scale = np.zeros((spans, *shape), np.uint8), np.empty((spans, kv_heads, groups), np.float32)

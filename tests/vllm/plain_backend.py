@@ -49,4 +49,4 @@ class PlainBackend(CPUAttentionBackend):
         return PlainImpl
 
 
-Backend = hooked(PlainBackend, StridedRows, StridedBlocks)
+Backend = hooked(PlainBackend, StridedRows, StridedBlocks, __name__)

@@ -99,10 +99,10 @@ class EpsBuilder:
         return AttentionCGSupport.NEVER  # lists are chosen on the host: piecewise graphs around attention are left
 
 
-def hooked(stock: type, rows: type, by_blocks: type) -> type:
-    """The backend that takes the place of a stock one, with the routes that it has."""
+def hooked(stock: type, rows: type, by_blocks: type, module: str) -> type:
+    """The backend that takes the place of a stock one, with the routes that it has, as `Backend` of a module."""
     stock_impl, stock_builder = stock.get_impl_cls(), stock.get_builder_cls()  # type: ignore[attr-defined]
-    here = {"__module__": __name__}  # vLLM groups layers by the full name of their backend
+    here = {"__module__": module}
     routes = {"routes": {"rows": rows, "stock": by_blocks}}
     impl = type(f"Eps{stock_impl.__name__}", (EpsImpl, stock_impl), here | routes)
     builder = type(f"Eps{stock_builder.__name__}", (EpsBuilder, stock_builder), here)
@@ -111,7 +111,8 @@ def hooked(stock: type, rows: type, by_blocks: type) -> type:
         # asked of each server when it is built, as it is not always known here which one that is
         "get_builder_cls": staticmethod(lambda: builder),
     }
-    return type(f"Eps{stock.__name__}", (stock,), members)
+    # vLLM groups layers by the full name of their backend, and imports it by that name
+    return type(f"Eps{stock.__name__}", (stock,), {**members, "__qualname__": "Backend"})
 
 
 def real_rows(key: Tensor, value: Tensor, slots: Any) -> tuple[Tensor, Tensor, Any]:

@@ -6,4 +6,4 @@ from eps_cuda.integrations.vllm.backends import hooked
 from eps_cuda.integrations.vllm.blocks import PackedBlocks
 from eps_cuda.integrations.vllm.rows import PlainRows
 
-Backend = hooked(CPUAttentionBackend, PlainRows, PackedBlocks)
+Backend = hooked(CPUAttentionBackend, PlainRows, PackedBlocks, __name__)

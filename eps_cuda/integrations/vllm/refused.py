@@ -17,7 +17,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     module, _, stock_name = AttentionBackendEnum[name].value.rpartition(".")
     stock = getattr(importlib.import_module(module), stock_name)
-    members = {"__module__": __name__, "get_impl_cls": staticmethod(lambda: _impl_of(stock, name))}
+    members = {
+        "__module__": __name__,
+        "__qualname__": name,
+        "get_impl_cls": staticmethod(lambda: _impl_of(stock, name)),
+    }
     found = type(stock_name, (stock,), members)
     globals()[name] = found
     return found

@@ -6,4 +6,4 @@ from eps_cuda.integrations.vllm.backends import hooked
 from eps_cuda.integrations.vllm.blocks import StridedBlocks
 from eps_cuda.integrations.vllm.rows import StridedRows
 
-Backend = hooked(TritonAttentionBackend, StridedRows, StridedBlocks)
+Backend = hooked(TritonAttentionBackend, StridedRows, StridedBlocks, __name__)

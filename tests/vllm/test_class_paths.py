@@ -1,0 +1,43 @@
+"""vLLM's selectors return the name of a backend's class and import it by that: each of ours is found so."""
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from eps_cuda.integrations.vllm import HOOKED, register
+
+UNUSED = ("CUSTOM", "NO_ATTENTION")
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register()
+    yield
+
+
+def class_of(name: str) -> type:
+    """The class that vLLM takes for a backend; a test is skipped where this build of vLLM has no stock one."""
+    path = AttentionBackendEnum[name].get_path()
+    module, _, attribute = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        pytest.skip(f"this build of vLLM cannot import {name}: {error}")
+
+
+@pytest.mark.parametrize("name", [name for name in AttentionBackendEnum.__members__ if name not in UNUSED])
+def test_a_backend_is_found_by_its_own_name(name: str) -> None:
+    if not AttentionBackendEnum[name].value:
+        pytest.skip("the registry has no class for it")
+    found = class_of(name)
+    assert found.__module__.startswith("eps_cuda.integrations.vllm.")
+    assert resolve_obj_by_qualname(".".join(found.full_cls_name())) is found
+
+
+def test_each_hooked_backend_is_of_its_module() -> None:
+    found = {name: class_of(name) for name in ("CPU_ATTN", "TRITON_ATTN")}
+    for name, one in found.items():
+        assert one.__module__ == f"eps_cuda.integrations.vllm.{HOOKED[name]}" and one.__qualname__ == "Backend"
