@@ -85,11 +85,13 @@ def run_transformers(model: Any, prompts: list[list[int]], filled: list | None) 
     """`filled`: K and V of each layer of the first prompt but its last token, in the place of a prefill."""
     from transformers import DynamicCache
 
+    from eps_cuda.integrations.transformers.names import CACHE
+
     batch, cache, seconds = len(prompts), DynamicCache(config=model.config), None
     with torch.inference_mode():
         if filled is None:
             start = time.perf_counter()
-            out = model(torch.tensor(prompts), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(torch.tensor(prompts), use_cache=True, logits_to_keep=1, **{CACHE: cache})
             token = out.logits[:, -1].argmax(-1, keepdim=True)
             seconds = time.perf_counter() - start
         else:
@@ -104,7 +106,7 @@ def run_transformers(model: Any, prompts: list[list[int]], filled: list | None) 
         with torch.inference_mode():
             for _ in range(number):
                 start = time.perf_counter()
-                out = model(token, past_key_values=cache, use_cache=True)
+                out = model(token, use_cache=True, **{CACHE: cache})
                 token = out.logits[:, -1].argmax(-1, keepdim=True)
                 times.append(time.perf_counter() - start)
         return times
@@ -139,18 +141,18 @@ def run_eps(
     same = decoder, cache, pool, prompts, room, Sampling()
     if verify:
         assert selection is not None
-        told: Iterator[Any] = verified(*same, selection, SpeculativeConfig("tokens", None), written=written)
+        records: Iterator[Any] = verified(*same, selection, SpeculativeConfig("tokens", None), written=written)
     else:
-        told = generate(*same, selection, written=written)
+        records = generate(*same, selection, written=written)
     if prefix is None:
-        next(told)
+        next(records)
         seconds = time.perf_counter() - start
 
     def steps(number: int) -> list[float]:
         times: list[float] = []
         while len(times) < number:
             start = time.perf_counter()
-            record = next(told)
+            record = next(records)
             spent, tokens = time.perf_counter() - start, len(record.tokens) // len(prompts)
             times += [spent / tokens] * tokens
         return times
@@ -238,7 +240,6 @@ def main(
     require(model is not None, "--model is missing: give a Hugging Face folder (scripts/get_model.py)")
     assert model is not None
     session = Session.open(model, "cuda", "cpu", "bfloat16")
-    session.check_kernels(SPARSE.cache_config)
     contexts = [int(one) for one in context.split(",")]
     room = WARM_UP + rounds * steps + 64  # a round of verified decoding may run past its steps
     longest = max(contexts) + room
@@ -246,26 +247,19 @@ def main(
     require(longest <= limit, f"--context {max(contexts)} and {room} steps are beyond the model's {limit} tokens")
     text = session.encode(corpus().decode("ascii"), special=False)
     require(len(text) > longest, f"the text has {len(text)} tokens, less than {longest}: lower --context")
-    threads, versions = (
-        host.host_threads(),
-        {**session.backend.versions(), "transformers": package_version("transformers")},
-    )
+    session.check_kernels(SPARSE.cache_config)
+    threads = host.host_threads()
+    versions = {**session.backend.versions(), "transformers": package_version("transformers")}
     with ExitStack() as stack:
-        writer = stack.enter_context(
-            outputs.JsonlWriter(stack.enter_context(outputs.Output(output, "-o")), _size(output))
-        )
+        kept_bytes = output.stat().st_size if output.exists() else 0
+        out = stack.enter_context(outputs.Output(output, "-o"))
+        writer = stack.enter_context(outputs.JsonlWriter(out, kept_bytes))
         files: dict[str, tuple[Llama, dict[str, Any]]] = {}
         if llama_python is not None and batch == 1:
             for name, kind in (*FILES, *((("llama.cpp, given file", "given"),) if gguf else ())):
                 file = str(Path(gguf).resolve()) if gguf and kind == "given" else None
-                about = {
-                    "model": str(model.resolve()),
-                    "kind": kind,
-                    "gguf": file,
-                    "room": longest + 8,
-                    "threads": threads,
-                }
-                files[name] = Llama(llama_python, stack), about
+                about = {"model": str(model.resolve()), "kind": kind, "gguf": file, "threads": threads}
+                files[name] = Llama(llama_python, stack), {**about, "room": longest + 8}
             llama, about = files["llama.cpp bf16"]
             compare(llama, model, text[:CHECK_TOKENS], about)
         asked = {"context": contexts, "batch": batch, "ragged": ragged, "rounds": rounds, "steps": steps}
@@ -301,10 +295,6 @@ def main(
                 })  # fmt: skip
             runners.clear()
     print(table([row for row in rows_of(output) if row["model"] == model.name and row["batch"] == batch]))
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 if __name__ == "__main__":

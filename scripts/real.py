@@ -557,16 +557,15 @@ def main() -> None:
         for index, (kind, tokens) in enumerate(texts):
             assert len(tokens) == args.context + args.steps
             small = [name for name in args.weights if (index, name, None) not in done]
-            configs = {one: config for one, config in variants(budgets).items() if (index, *one) not in done}
-            configs = {} if args.weights else configs
+            asked = {} if args.weights else variants(budgets)
+            configs = {one: config for one, config in asked.items() if (index, *one) not in done}
             peers = [share for share in budgets if (index, "oracle", share) not in done]
-            if not configs and not peers and not small:
+            if small:
+                found = of_weights(session, tokens, args.steps, small)
+            elif configs or peers:
+                found = measure(session, tokens, args.steps, configs, peers)
+            else:
                 continue
-            found = (
-                of_weights(session, tokens, args.steps, small)
-                if small
-                else measure(session, tokens, args.steps, configs, peers)
-            )
             rows = [{"type": "row", **cell, "document": index, "kind": kind, **shorter(row)} for row in found]
             out.write("".join(json.dumps(row) + "\n" for row in rows))
             out.flush()

@@ -30,7 +30,7 @@ EPSILON = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 
 
 def dtype_of_products(library: str, dtype: str, bits: int) -> str:
-    """What a library's product takes and gives in a model of `dtype`, steps and offsets included."""
+    """Return the dtype in which a library computes its product in a model of `dtype`, steps and offsets included."""
     return "bfloat16" if library == "eps_cuda" and bits == 4 else dtype
 
 

@@ -61,7 +61,7 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
     for r in range(HEADS):
         for d in range(head_dim):
             turned[r, d] = q[r, d] * shrink
-        rotate(turned[r], signs, blocks, block_scales)
+        rotate(turned[r].reshape(-1, 1), signs, blocks, block_scales)
         step, many = rounded_query(turned[r], integers[r]), 0
         for part in range(len(dims)):
             many += dims[part]

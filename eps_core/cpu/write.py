@@ -47,38 +47,11 @@ def place_rows(k_pool, v_pool, k_strides, v_strides, k, v, slots, unit_tokens):
 
 @kernel()
 def rotate(x, signs, blocks, scales):
-    """`rotate` of the array backends in place: butterflies from the largest half down, block by block."""
+    """`rotate` of the array backends, in place, of every column of x [D, W]: butterflies from the largest half down,
+    block by block."""
     for own in range(len(signs)):
         for d in range(len(x)):
-            x[d] *= signs[own, d]
-        start = 0
-        for block in range(len(blocks)):
-            size = blocks[block]
-            half = size // 2
-            while half:
-                for first in range(start, start + size, 2 * half):
-                    for i in range(first, first + half):
-                        a, b = x[i], x[i + half]
-                        x[i], x[i + half] = a + b, a - b
-                half //= 2
-            for i in range(start, start + size):
-                x[i] *= scales[block]
-            start += size
-
-
-@functools.cache
-def rotation(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks of `rotate` and their scales, which nobody may write to."""
-    blocks = hadamard_blocks(head_dim)
-    return np.array(blocks, np.int64), np.array([1 / math.sqrt(block) for block in blocks], np.float32)
-
-
-@kernel()
-def _rotate_columns(x, signs, blocks, scales):
-    """`rotate` of every column of x [D, LANES]."""
-    for own in range(len(signs)):
-        for d in range(len(x)):
-            for lane in range(LANES):
+            for lane in range(x.shape[1]):
                 x[d, lane] *= signs[own, d]
         start = 0
         for block in range(len(blocks)):
@@ -87,14 +60,21 @@ def _rotate_columns(x, signs, blocks, scales):
             while half:
                 for first in range(start, start + size, 2 * half):
                     for i in range(first, first + half):
-                        for lane in range(LANES):
+                        for lane in range(x.shape[1]):
                             a, b = x[i, lane], x[i + half, lane]
                             x[i, lane], x[i + half, lane] = a + b, a - b
                 half //= 2
             for i in range(start, start + size):
-                for lane in range(LANES):
+                for lane in range(x.shape[1]):
                     x[i, lane] *= scales[block]
             start += size
+
+
+@functools.cache
+def rotation(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks of `rotate` and their scales, which nobody may write to."""
+    blocks = hadamard_blocks(head_dim)
+    return np.array(blocks, np.int64), np.array([1 / math.sqrt(block) for block in blocks], np.float32)
 
 
 @kernel()
@@ -154,7 +134,7 @@ def _turn_means(k, size, signs, blocks, scales, turned, mean):
                     _fold(rows, size)
                     for d in range(head_dim):
                         columns[d, n - begin] = rows[0, d] * inverse
-                _rotate_columns(columns, signs, blocks, scales)
+                rotate(columns, signs, blocks, scales)
                 for n in range(begin, end):
                     for d in range(head_dim):
                         turned[f, h, n, d] = columns[d, n - begin]

@@ -109,19 +109,9 @@ class LLM:
         formats = kv_bits if isinstance(kv_bits, tuple | list) else (kv_bits, kv_bits)
         records.check("kv_bits", formats, tuple[FormatName, FormatName])
         self.session = Session.open(
-            model,
-            backend,
-            device,
-            dtype,
-            kv_dtype,
-            kernels,
-            config,
-            speculative,
-            formats,
-            cache_dir,
-            weights,
+            model, backend, device, dtype, kv_dtype, kernels, config, speculative, formats, cache_dir, weights,
             **selection,
-        )
+        )  # fmt: skip
         self.session.load(speculative)
 
     @property
