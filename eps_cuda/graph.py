@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.attention.protocol import Scores, Selection
+from eps_core.attention.protocol import Selection
 from eps_core.attention.stats import LayerStats, StepOutput
 from eps_core.backend.gpu import covers_codes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.layers import run_layers
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_cuda.arrays import check_finite, invalidate, skipped_mass
+from eps_cuda.arrays import check_finite, invalidate
 from eps_cuda.cache import Cache, span
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.correction import attend_with_correction
-from eps_cuda.kernels.select import Depth
+from eps_cuda.kernels.select import Depth, num_chunks, skipped_shares
 
 BUCKET_TOKENS = 4096  # tables are padded to whole multiples, so that a graph serves this many steps
 MAX_GRAPHS = 8  # of one cache, by model, batch, table width and what is read; the oldest goes first
@@ -170,22 +170,27 @@ class StaticStep:
     def compute(self, model: Any, cache: Cache) -> Outputs:
         """Every layer, from the buffers."""
         at = self.buffers
-        skipped, selections = [], []
+        selections: list[Selection] = []
+        batch, num_units = at.table.shape
+        spec, config = cache.spec, self.config
+        masses = None
+        if config is not None:
+            chunks = num_chunks(num_units * config.cache_config.groups_per_unit)
+            masses = at.cos.new_empty((spec.num_layers, batch, spec.num_kv_heads, chunks, 3))
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.finite is None:
                 dispatch.write(cache, layer, k, v, at.slots)
             else:
                 dispatch.place(cache, layer, k, v, at.slots, self.finite)
-            if self.config is None:
+            if config is None or masses is None:
                 out, _ = attend_groups(
                     q, *cache.plain(layer), at.table, at.lengths, None, None, group_size=cache.cache_config.S
                 )
                 return out
-            out, unread, selection = attend_static(
-                self.config, cache, layer, q, at.table, at.lengths, at.wanted, self.depth, self.width
+            out, selection = attend_static(
+                config, cache, layer, q, at.table, at.lengths, at.wanted, self.depth, self.width, masses[layer]
             )
-            skipped.append(unread)
             selections.append(selection)
             return out
 
@@ -195,8 +200,8 @@ class StaticStep:
             groups, counts, selected_mask = (
                 torch.stack([getattr(one, name) for one in selections]) for name in VISITED
             )
-            selected = groups, counts, selected_mask
-        return Outputs(model.logits(x), torch.stack(skipped) if skipped else None, selected)
+            selected = groups, counts, selected_mask.bool()
+        return Outputs(model.logits(x), None if masses is None else skipped_shares(masses), selected)
 
 
 def attend_static(
@@ -209,13 +214,14 @@ def attend_static(
     wanted: Tensor,
     depth: Depth,
     width: int,
-) -> tuple[Tensor, Tensor, Selection]:
-    """Return (out [B, Hq, D], estimated share left unread [B, Hkv], what was selected) of one layer's sparse attention:
-    score, select and attend, from device arrays alone."""
+    masses: Tensor,
+) -> tuple[Tensor, Selection]:
+    """Return (out [B, Hq, D], what was selected) of one layer's sparse attention: score, select and attend, from device
+    arrays alone. Fills `masses` (see `select_topk`)."""
     inner = cache.correction
     with span("eps.prepass", cache):
         estimate = dispatch.estimates(cache, layer, q, table, lengths, depth, config.selection_config)
-        groups, counts, selected_mask = dispatch.kernels.choose(config, estimate, wanted, lengths, width)
+        groups, counts, selected_mask = dispatch.kernels.choose(config, estimate, wanted, lengths, width, masses=masses)
     with span("eps.attention", cache):
         read = q, *cache.plain(layer), table, lengths, groups, counts
         if inner is None:
@@ -226,9 +232,7 @@ def attend_static(
                 inner.summaries[layer]["mean"], inner.summaries[layer]["mean_scale"], inner.valid[layer],
                 group_size=cache.cache_config.S, correction_tokens=cache.cache_config.correction_tokens,
             )  # fmt: skip
-    nothing = np.zeros(0, np.int64)
-    selection = Selection(groups, counts, None, nothing, selected_mask=selected_mask.bool())
-    return out, skipped_mass(Scores(estimate, None, None, nothing), selection), selection
+    return out, Selection(groups, counts, None, np.zeros(0, np.int64), selected_mask=selected_mask)
 
 
 def _static(model: Any, cache: Cache, plan: StepPlan, sparse: bool, draft: bool = False) -> StaticStep:

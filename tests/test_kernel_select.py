@@ -124,7 +124,7 @@ def launches(target) -> SimpleNamespace:
     module = importlib.import_module(f"{backend.__name__}.kernels.select")
 
     def call(name: str, *arrays: np.ndarray, **numbers: int) -> list[np.ndarray]:
-        return [np.array(x) for x in getattr(module, name)(*(like(one.k[0], x) for x in arrays), **numbers)]
+        return [backend.to_numpy(x) for x in getattr(module, name)(*(like(one.k[0], x) for x in arrays), **numbers)]
 
     return SimpleNamespace(call=call, kernels=one.kernels)
 

@@ -1,7 +1,5 @@
-"""What is Triton's own in its kernels that choose groups: rows too long for registers, and what the
+"""What is Triton's own in its kernels that choose groups: rows of many runs and many candidates, and what the
 compilers make of them. Values are tested with all kernels, in test_kernel_select.py."""
-
-from functools import partial
 
 import pytest
 import triton_interpreter  # noqa: F401  before any module that holds kernels
@@ -9,20 +7,21 @@ from test_kernel_select import TOPK, check_topk
 from test_triton_attend import DEVICE, TRITON
 from triton_aot import TARGETS, Job, compile_ahead
 
-from eps_cuda.kernels import dispatch
 from eps_cuda.kernels import select as select_kernels
 
 
-@pytest.mark.parametrize("name", ["no sink and recent tokens", "odd groups", "all equal", "last bits"])
-def test_rows_too_long_for_registers(name, monkeypatch) -> None:
-    short = staticmethod(partial(select_kernels.select_topk, row_groups=128))
-    monkeypatch.setattr(dispatch.TritonKernels, "select_topk", short)
+@pytest.mark.parametrize("name", TOPK)
+def test_rows_of_many_runs_and_many_candidates(name, monkeypatch) -> None:
+    for size, value in {"CHUNK": 128, "SAMPLE": 32, "BINS": 16, "CANDIDATES": 32}.items():
+        monkeypatch.setattr(select_kernels, size, value)
     check_topk(TRITON, DEVICE, **TOPK[name])
 
 
 POINTERS = {
     "valid": "*u8", "table": "*i32", "lengths": "*i32", "estimate": "*fp32", "listed_groups": "*i32",
     "counts": "*i32", "wanted": "*i32", "out_groups": "*i32", "out_counts": "*i32", "selected_mask": "*u8",
+    "counters": "*i32", "state": "*i32", "scales": "*fp32", "candidate_keys": "*i32", "candidate_groups": "*i32",
+    "chunk_counts": "*i32", "masses": "*fp32",
 }  # fmt: skip
 
 
@@ -33,18 +32,16 @@ def job(name: str, constants: dict, options: dict) -> Job:
     return Job("eps_cuda.kernels.select", name, types_of, constants, options)
 
 
+SIZES = {
+    "S": 1, "SINK_RECENT": True,
+    **{name: getattr(select_kernels, name) for name in ("CHUNK", "BINS", "COUNTERS", "STATE")},
+}  # fmt: skip
+AT_ONCE = {"CANDIDATES": select_kernels.CANDIDATES}
 JOBS = {
-    **{
-        f"select {block} {'held' if held else 'read again'}": job(
-            "_select",
-            {"S": 2, "SINK_RECENT": selectable, "VISIT": selectable, "BLOCK": block, "RESIDENT": held,
-             "LIST": min(block, 4096)},
-            {"num_warps": warps},
-        )
-        for block, selectable, held, warps in (
-            (32768, True, True, 16), (8192, False, False, 16)
-        )
-    },
+    "bins": job("_count_bins", SIZES | {"SAMPLE": select_kernels.SAMPLE}, {}),
+    "bins of finite": job("_count_bins", SIZES | {"SAMPLE": select_kernels.SAMPLE, "SINK_RECENT": False}, {}),
+    "threshold": job("_find_threshold", SIZES | AT_ONCE, {}),
+    "list": job("_list", SIZES | AT_ONCE, {}),
     "compact": job("_compact", {"LIST": 4096}, {"num_warps": 8}),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from test_triton_attend import DEVICE, TRITON
 from triton_aot import TARGETS, Compiled, Job, compile_ahead
 
 from eps_core.backend.summaries.rq import rotate, rounded_query
+from eps_core.config.selection import ANCHOR_SPREAD
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import QUERY_STEPS, rq_signs
 from eps_core.summaries.rq import rotate as rotate64
@@ -58,7 +59,7 @@ def test_queries_are_rounded_as_everywhere() -> None:
 # What compilers make of them
 
 POINTERS = {
-    "q": "*bf16", "signs": "*fp32", "turned": "*fp32", "integers": "*fp16", "steps": "*fp32",
+    "q": "*bf16", "signs": "*fp32", "turned": "*fp32", "integers": "*fp16", "steps": "*fp32", "k_pool": "*bf16",
     "mean": "*u8", "mean_scale": "*fp16", "codes": "*u8", "more": "*u8", "rest": "*u8", "second": "*u8",
     "scale": "*u8", "valid": "*u8", "table": "*i32", "lengths": "*i32", "bases": "*fp32", "estimate": "*fp32",
     "left": "*fp32", "listed_groups": "*i32", "through": "*i32", "named": "*i32", "counts": "*i32",
@@ -92,8 +93,9 @@ MEANS = {
 }  # fmt: skip
 JOBS = {
     "queries": job(
-        "_round_queries", {"R": 4, "HEAD_DIM": 128, "DIM2": 128, "LOG_DIM": 7, "STEPS": QUERY_STEPS}, num_warps=1,
-        enable_fp_fusion=False,
+        "_round_queries",
+        {"R": 4, "HEAD_DIM": 128, "DIM2": 128, "LOG_DIM": 7, "STEPS": QUERY_STEPS, "SPREAD": ANCHOR_SPREAD},
+        num_warps=1, enable_fp_fusion=False,
     ),
     "means": job("_score_means", MEANS, ("anchors",)),
     "first of halves": job("_score_units", first_of(HALVES)),

@@ -62,15 +62,16 @@ class GpuKernels:
         return Selection(groups, counts, uniform, always_selected, selected_mask=self.ops.boolean(selected_mask))
 
     def choose(
-        self, config: EpsConfig, estimate: Array, wanted: Array, lengths: Array, width: int
+        self, config: EpsConfig, estimate: Array, wanted: Array, lengths: Array, width: int, **more: Any
     ) -> tuple[Array, Array, Array]:
         """Return groups [B, Hkv, width] int32, counts [B, Hkv] int32 and the mask [B, Hkv, G] uint8 of the `wanted` [B]
-        int32 best groups of estimate [B, Hkv, G], from arrays of the device alone."""
+        int32 best groups of estimate [B, Hkv, G], from arrays of the device alone. `more`: what a family's kernel takes
+        besides."""
         selection_config = config.selection_config
         return type(self).select_topk(
             estimate, wanted, lengths, group_size=config.cache_config.S,
             num_sink_tokens=selection_config.num_sink_tokens, num_recent_tokens=selection_config.num_recent_tokens,
-            min_context=selection_config.min_context, width=width,
+            min_context=selection_config.min_context, width=width, **more,
         )  # fmt: skip
 
     def listing(self, selected_mask: Array, width: int) -> tuple[Array, Array]:

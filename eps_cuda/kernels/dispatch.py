@@ -1,6 +1,8 @@
 """The functions of the backend through Triton kernels (see `eps_core.backend.gpu`), and what graphs of whole steps
 call with arrays of the device alone. One kernel writes a decode step's tokens where `unsupported_writing` is None."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -55,10 +57,13 @@ def estimates(
     """[B, Hkv, G] of rq, from device arrays alone: q [B, Hq, D], table [B, M], lengths [B]."""
     q = q.contiguous()
     cache_config, summary = cache.cache_config, cache.summaries[layer]
-    query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
+    sums, pool = selection_config.combine == "sum", cache.k[layer]
+    first = (pool, table) if sums and isinstance(pool, Tensor) else None
+    query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads, first)
+    if sums and first is None:  # K in codes, which that kernel does not read
+        query = replace(query, anchors=anchors(cache, layer, q, table[:, 0], selection_config))
     return unit_kernels.score_units(
         query, summary, cache.valid[layer], table, lengths, depth,
-        anchors(cache, layer, q, table[:, 0], selection_config),
         group_size=cache_config.S, mean_bits=cache_config.mean_bits, dims=part_dims(cache_config, cache.spec.head_dim),
     )  # fmt: skip
 

@@ -1,14 +1,19 @@
-"""Triton: the best groups of each (sequence, kv head) as ascending lists, in one launch and without synchronisation.
+"""Triton: the best groups of each (sequence, kv head) as ascending lists, by many programs a row and without
+synchronisation.
 
-One program holds one row of estimates as order-preserving int32 keys in registers and halves the interval of keys in
-which the K-th largest lies: count how many reach its middle. It ends as soon as exactly K reach the lower end, after 15
-to 24 counts of 32k random scores (choosing the middle by interpolation took no fewer), or with one key left, after at
-most 32, whose ties go to the lower index. A second pass over the row (in cache by then) writes the list, each block
-behind those before it.
+The K-th largest of a row is found in two rounds, as a radix selection finds it, but with digits that fit the numbers at
+hand. The first program of every round that comes last (a ticket tells) does what needs all the others.
 
-A row keeps one multiprocessor busy and leaves others idle where rows are few. Spreading rows over programs takes a
-launch per digit of a radix search and one for the list, as programs cannot wait for each other; at a microsecond or two
-each that is no less than the counts of a row of 32k groups are assumed to take. Not timed on a GPU.
+1. `_count_bins`: each program counts a run of CHUNK estimates into BINS equal intervals between the least and the
+   greatest of a sample of the row. The last one finds the interval in which the K-th largest lies.
+2. `_find_threshold`: each program copies what its run has in that interval, half a percent of a row as a rule, to a
+   list of candidates in any order. The last one halves the interval of keys in which the K-th largest of them lies
+   until exactly as many reach its lower end as are still needed, or one key is left, whose ties go to the lower index.
+3. `_list`: each program writes what its run has above the threshold behind what the runs before it have.
+
+Keys are the bits of estimates in an order-preserving form, so that the lists are exact whatever the intervals were: if
+all estimates lie in one of them (they are equal, or one of them is huge), the second round's last program reads a whole
+row again and again, which costs time alone.
 """
 
 from dataclasses import dataclass
@@ -18,10 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# groups; longer rows are read again for each count, so many at a time. Both change speed only
-ROW_IN_REGISTERS, READ_AGAIN = 32768, 8192
-LIST_BLOCK = 4096  # groups that the list is written in at a time; at most 2^15 (two counts share an int32)
-THREADS = 512  # of a program at most: twice as many leave too few registers for the longest row
+CHUNK = 2048  # groups that one program takes
+SAMPLE = 1024  # of a row, for the intervals
+BINS = 256
+CANDIDATES = 1024  # that are taken at a time
+LIST_BLOCK = 4096  # groups that `compact` takes at a time
+COUNTERS = 4  # of a row behind the bins: always selected groups, candidates, tickets of two rounds
+STATE = 6  # numbers of a row that a round leaves the next
+NUM_WARPS = 4
+SIZES = ["groups", "width", "num_sink_tokens", "num_recent_tokens", "min_context", "chunks"]
 
 
 @dataclass(frozen=True)
@@ -52,116 +62,205 @@ def _keys(
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if SINK_RECENT:
         ends = (length + S - 1) // S
-        inside = (g < ends) & (g < groups)
-        first = g < (tl.minimum(num_sink_tokens, length) + S - 1) // S
-        last = g >= tl.maximum(length - num_recent_tokens, 0) // S
-        is_open = (g == ends - 1) & (length % S != 0)
-        key = tl.where(first | last | is_open | (length < min_context), INFINITE, key)
+        first = (tl.minimum(num_sink_tokens, length) + S - 1) // S
+        # the partial group is among the last
+        last = tl.minimum(tl.maximum(length - num_recent_tokens, 0) // S, length // S)
+        last = tl.where(length < min_context, 0, last)
+        key = tl.where((g < first) | (g >= last), INFINITE, tl.minimum(key, INFINITE))
         # -inf inside is taken last of all, past the end never
-        return tl.where(inside, key, LOWEST)
+        return tl.where(g < tl.minimum(ends, groups), key, LOWEST)
     return tl.where(tl.abs(estimate) < float("inf"), key, LOWEST)
 
 
 @triton.jit
-def _extent(keys):
-    """Forced keys, keys that may be taken, the smallest of these, the largest that is not forced."""
-    INFINITE: tl.constexpr = 0x7F800000
-    LOWEST: tl.constexpr = -0x80000000
-    HIGHEST: tl.constexpr = 0x7FFFFFFF
-    always_selected, eligible = (
-        tl.sum((keys >= INFINITE).to(tl.int32), axis=0),
-        tl.sum((keys > LOWEST).to(tl.int32), axis=0),
-    )
-    smallest = tl.min(tl.where(keys > LOWEST, keys, HIGHEST), axis=0)
-    return always_selected, eligible, smallest, tl.max(tl.where(keys < INFINITE, keys, LOWEST), axis=0)
+def _bins(key, lowest, per_unit, BINS: tl.constexpr):
+    """The interval of each key: what is outside of all of them is in the first or the last, so that a larger key is
+    never in a lower one."""
+    value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    place = (value - lowest) * per_unit
+    return tl.where(place > 0, tl.minimum(place, BINS - 1.0), 0.0).to(tl.int32)  # NaN, too, is in the first
 
 
 @triton.jit
-def _select(
-    estimate, lengths, wanted, out_groups, out_counts, selected_mask, groups, kv_heads, width,
-    num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr, VISIT: tl.constexpr,
-    BLOCK: tl.constexpr, RESIDENT: tl.constexpr, LIST: tl.constexpr,
+def _is_last(ticket, programs):
+    """Whether all other programs of a row have come here, after what they wrote."""
+    tl.debug_barrier()
+    return tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _count_bins(
+    estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width, chunks,
+    num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
+    CHUNK: tl.constexpr, SAMPLE: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
-    """One (sequence, kv head): the `wanted` largest keys."""
+    """Leaves in `state` the interval of the K-th largest (BINS: among the always selected), how many lie above it and
+    how many are taken, and in `scales` where intervals begin and how many a unit has."""
     INFINITE: tl.constexpr = 0x7F800000
-    row = tl.program_id(0)
+    LOWEST: tl.constexpr = -0x80000000
+    chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
     estimate_row = estimate + row.to(tl.int64) * groups
-    index = tl.arange(0, BLOCK)
+    counters += row * (BINS + COUNTERS)
+    bin_index = tl.arange(0, BINS)
 
-    keys = _keys(estimate_row, index, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT)
-    above, least, lowest, highest = _extent(keys)
-    if not RESIDENT:
-        for start in range(BLOCK, groups, BLOCK):
-            part = _keys(
-                estimate_row,
-                start + index,
-                groups,
-                length,
-                num_sink_tokens,
-                num_recent_tokens,
-                min_context,
-                S,
-                SINK_RECENT,
-            )
-            always_selected, eligible, smallest, largest = _extent(part)
-            above += always_selected
-            least += eligible
-            lowest, highest = tl.minimum(lowest, smallest), tl.maximum(highest, largest)
-    want = tl.minimum(tl.minimum(tl.maximum(tl.load(wanted + row // kv_heads), 0), least), width)
+    sample = tl.arange(0, SAMPLE) * tl.maximum(groups // SAMPLE, 1)
+    key = _keys(
+        estimate_row, sample, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT
+    )  # fmt: skip
+    value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    usual = (tl.abs(value) < 1e30) & (key > LOWEST) & (key < INFINITE)
+    lowest = tl.min(tl.where(usual, value, 1e30), axis=0)
+    highest = tl.max(tl.where(usual, value, -1e30), axis=0)
+    per_unit = BINS / tl.maximum(highest - lowest, 1e-30)
 
-    # keys >= low: `least` >= want of them; keys >= high: `above` < want. int64, as differences pass int32
-    low, high = lowest.to(tl.int64), highest.to(tl.int64) + 1
-    if above >= want:
-        low, high = low * 0 + INFINITE, high * 0 + INFINITE + 1
-        least, above = above, above * 0
-    while (high - low > 1) & (least != want):
-        at = low + (high - low) // 2
-        count = tl.sum((keys >= at.to(tl.int32)).to(tl.int32), axis=0)
-        if not RESIDENT:
-            for start in range(BLOCK, groups, BLOCK):
-                part = _keys(
-                    estimate_row,
-                    start + index,
-                    groups,
-                    length,
-                    num_sink_tokens,
-                    num_recent_tokens,
-                    min_context,
-                    S,
-                    SINK_RECENT,
-                )
-                count += tl.sum((part >= at.to(tl.int32)).to(tl.int32), axis=0)
-        enough = count >= want
-        low, least = tl.where(enough, at, low), tl.where(enough, count, least)
-        high, above = tl.where(enough, high, at), tl.where(enough, above, count)
+    g = chunk * CHUNK + tl.arange(0, CHUNK)
+    key = _keys(estimate_row, g, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT)
+    counted = (key > LOWEST) & (key < INFINITE)
+    # what is not counted goes to the first interval, and is taken off again
+    found = tl.histogram(tl.where(counted, _bins(key, lowest, per_unit, BINS), 0), BINS)
+    found -= tl.where(bin_index == 0, CHUNK - tl.sum(counted.to(tl.int32), axis=0), 0)
+    tl.atomic_add(counters + bin_index, found, mask=found > 0, sem="relaxed")
+    tl.atomic_add(counters + BINS, tl.sum((key >= INFINITE).to(tl.int32), axis=0), sem="relaxed")
+    if _is_last(counters + BINS + 2, chunks):
+        counts = tl.load(counters + bin_index, cache_modifier=".cg")
+        always_selected = tl.load(counters + BINS, cache_modifier=".cg")
+        at_least = tl.cumsum(counts, axis=0, reverse=True) + always_selected
+        most = tl.max(at_least, axis=0)
+        want = tl.minimum(tl.minimum(tl.maximum(tl.load(wanted + row // kv_heads), 0), most), width)
+        at = tl.sum((at_least >= want).to(tl.int32), axis=0) - 1
+        above = tl.sum(tl.where(bin_index == at, at_least - counts, 0), axis=0)
+        state += row * STATE
+        tl.store(state, tl.where(always_selected >= want, BINS, at))
+        tl.store(state + 1, tl.where(always_selected >= want, 0, above))
+        tl.store(state + 2, want)
+        tl.store(scales + 2 * row, lowest)
+        tl.store(scales + 2 * row + 1, per_unit)
 
-    # all from high on, and of those between low and high the first `room`: all of them, or ties
-    room = want - above
-    low_key, high_key = low.to(tl.int32), high.to(tl.int32)
-    list_index = tl.arange(0, LIST)
-    sure_before, between_before = want * 0, want * 0
+
+@triton.jit(do_not_specialize=SIZES)
+def _find_threshold(
+    estimate, lengths, counters, state, scales, candidate_keys, candidate_groups, chunk_counts, groups, kv_heads,
+    chunks, num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Leaves in `chunk_counts` how many of each run lie above the interval, and in `state` two keys: what reaches the
+    higher is taken, and of what reaches the lower alone so many, the lower indices first."""
+    INFINITE: tl.constexpr = 0x7F800000
+    LOWEST: tl.constexpr = -0x80000000
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
+    estimate_row = estimate + row.to(tl.int64) * groups
+    counters += row * (BINS + COUNTERS)
+    state += row * STATE
+    candidate_keys += row.to(tl.int64) * groups
+    candidate_groups += row.to(tl.int64) * groups
+    at = tl.load(state)
+
+    g = chunk * CHUNK + tl.arange(0, CHUNK)
+    key = _keys(estimate_row, g, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT)
+    own = _bins(key, tl.load(scales + 2 * row), tl.load(scales + 2 * row + 1), BINS)
+    own = tl.where(key >= INFINITE, BINS, tl.where(key > LOWEST, own, -1))
+    is_candidate = own == at
+    ranks = tl.cumsum(is_candidate.to(tl.int32), axis=0)
+    before = tl.atomic_add(counters + BINS + 1, tl.max(ranks, axis=0), sem="relaxed")
+    tl.store(candidate_keys + before + ranks - 1, key, mask=is_candidate)
+    tl.store(candidate_groups + before + ranks - 1, g, mask=is_candidate)
+    tl.store(chunk_counts + row * chunks + chunk, tl.sum((own > at).to(tl.int32), axis=0))
+    if _is_last(counters + BINS + 3, chunks):
+        number = tl.load(counters + BINS + 1, cache_modifier=".cg")
+        want = tl.load(state + 2) - tl.load(state + 1)
+        i = tl.arange(0, CANDIDATES)
+        # of few candidates all are in registers; of many these are the first, and the others are read for each count
+        first = tl.load(candidate_keys + i, mask=i < number, other=LOWEST, cache_modifier=".cg")
+        lowest = tl.min(tl.where(i < number, first, INFINITE), axis=0)
+        highest = tl.max(first, axis=0)
+        for start in range(CANDIDATES, number, CANDIDATES):
+            inside = start + i < number
+            more = tl.load(candidate_keys + start + i, mask=inside, other=LOWEST, cache_modifier=".cg")
+            lowest = tl.minimum(lowest, tl.min(tl.where(inside, more, INFINITE), axis=0))
+            highest = tl.maximum(highest, tl.max(more, axis=0))
+        # keys >= low: `least` >= want of them; keys >= high: `above` < want. int64, as differences pass int32
+        low, high = lowest.to(tl.int64), tl.maximum(highest, lowest).to(tl.int64) + 1
+        least, above = number, number * 0
+        while (high - low > 1) & (least != want):
+            middle = low + (high - low) // 2
+            count = tl.sum((first >= middle.to(tl.int32)).to(tl.int32), axis=0)
+            for start in range(CANDIDATES, number, CANDIDATES):
+                more = tl.load(
+                    candidate_keys + start + i, mask=start + i < number, other=LOWEST, cache_modifier=".cg"
+                )  # fmt: skip
+                count += tl.sum((more >= middle.to(tl.int32)).to(tl.int32), axis=0)
+            enough = count >= want
+            low, least = tl.where(enough, middle, low), tl.where(enough, count, least)
+            high, above = tl.where(enough, high, middle), tl.where(enough, above, count)
+        tl.store(state + 3, low.to(tl.int32))
+        tl.store(state + 4, high.to(tl.int32))
+        tl.store(state + 5, want - above)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _list(
+    estimate, lengths, counters, state, candidate_keys, candidate_groups, chunk_counts, out_groups, out_counts,
+    selected_mask, masses, groups, kv_heads, width, chunks,
+    num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Writes a run's part of the list, and unless they are None of the mask and of the masses: the largest finite
+    estimate, and the sums of the exponentials of all less that and of those that are not taken."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
+    estimate_row = estimate + row.to(tl.int64) * groups
+    state += row * STATE
+    want, low, high, room = tl.load(state + 2), tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
+    number = tl.load(counters + row * (BINS + COUNTERS) + BINS + 1)
+
+    # what the runs before this one have: above the interval, at the higher key and at the lower one
+    i, run_start = tl.arange(0, CANDIDATES), chunk * CHUNK
+    sure_before, between_before = chunk * 0, chunk * 0
+    for start in range(0, chunk, CANDIDATES):
+        sure_before += tl.sum(
+            tl.load(chunk_counts + row * chunks + start + i, mask=start + i < chunk, other=0), axis=0
+        )  # fmt: skip
+    for start in range(0, number, CANDIDATES):
+        place = row.to(tl.int64) * groups + start + i
+        inside = start + i < number
+        earlier = tl.load(candidate_groups + place, mask=inside, other=0x7FFFFFFF) < run_start
+        key = tl.load(candidate_keys + place, mask=inside, other=-0x80000000)
+        sure_before += tl.sum((earlier & (key >= high)).to(tl.int32), axis=0)
+        between_before += tl.sum((earlier & (key >= low) & (key < high)).to(tl.int32), axis=0)
+
+    g = run_start + tl.arange(0, CHUNK)
+    key = _keys(estimate_row, g, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT)
+    sure, between = key >= high, (key >= low) & (key < high)
+    # both counts in one scan: a run has fewer than 2^15 groups
+    ranks = tl.cumsum(sure.to(tl.int32) + (between.to(tl.int32) << 16), axis=0)
+    rank = between_before + (ranks >> 16)
+    taken = sure | (between & (rank <= room))
     out_row = out_groups + row.to(tl.int64) * width
-    for start in range(0, groups, LIST):
-        g = start + list_index
-        key = _keys(estimate_row, g, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT)
-        sure, between = key >= high_key, (key >= low_key) & (key < high_key)
-        # both counts in one scan
-        both = sure.to(tl.int32) + (between.to(tl.int32) << 16)
-        ranks = tl.cumsum(both, axis=0)
-        rank = between_before + (ranks >> 16)
-        taken = sure | (between & (rank <= room))
-        place = sure_before + (ranks & 0xFFFF) + tl.minimum(rank, room) - 1
-        tl.store(out_row + place, g, mask=taken)
-        if VISIT:
-            tl.store(selected_mask + row.to(tl.int64) * groups + g, taken.to(tl.uint8), mask=g < groups)
-        ends = tl.sum(both, axis=0)
-        sure_before += ends & 0xFFFF
-        between_before += ends >> 16
-    for start in range(0, width, LIST):
-        w = start + list_index
-        tl.store(out_row + w, tl.full((LIST,), -1, tl.int32), mask=(w >= want) & (w < width))
-    tl.store(out_counts + row, want)
+    tl.store(out_row + sure_before + (ranks & 0xFFFF) + tl.minimum(rank, room) - 1, g, mask=taken)
+    if selected_mask is not None:
+        tl.store(selected_mask + row.to(tl.int64) * groups + g, taken.to(tl.uint8), mask=g < groups)
+    if masses is not None:
+        value = tl.load(estimate_row + g, mask=g < groups, other=-float("inf"))
+        value = tl.where(tl.abs(value) < float("inf"), value, -float("inf"))
+        most = tl.maximum(tl.max(value, axis=0), -3.0e38)
+        mass = tl.exp(value - most)
+        masses += (row * chunks + chunk) * 3
+        tl.store(masses, most)
+        tl.store(masses + 1, tl.sum(mass, axis=0))
+        tl.store(masses + 2, tl.sum(tl.where(taken, 0.0, mass), axis=0))
+    # each run fills as much of what no group takes
+    share = (width + chunks - 1) // chunks
+    for start in range(chunk * share, tl.minimum(chunk * share + share, width), CANDIDATES):
+        w = start + i
+        tl.store(
+            out_row + w,
+            tl.full((CANDIDATES,), -1, tl.int32),
+            mask=(w >= want) & (w < chunk * share + share) & (w < width),
+        )
+    if chunk == 0:
+        tl.store(out_counts + row, want)
 
 
 @triton.jit
@@ -186,54 +285,77 @@ def _compact(selected_mask, out_groups, out_counts, groups, width, LIST: tl.cons
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 
-def _warps(elements: int) -> int:
-    """Eight elements a thread, up to THREADS."""
-    lanes = 64 if torch.version.hip else 32
-    return min(max(elements // (8 * lanes), 1), THREADS // lanes)
-
-
 def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def num_chunks(groups: int) -> int:
+    """Programs of a row of so many groups."""
+    return triton.cdiv(groups, CHUNK)
+
+
+def skipped_shares(masses: Tensor) -> Tensor:
+    """`selection.skipped_mass` [..] of what `select_topk` left in masses [.., chunks, 3]."""
+    most, mass, skipped = masses.unbind(-1)
+    weight = torch.exp(most - most.amax(-1, keepdim=True))
+    return (weight * skipped).sum(-1) / (weight * mass).sum(-1).clamp(1e-30)
+
+
 def _launch(
-    estimate: Tensor, lengths: Tensor, wanted: Tensor, selected_mask: Tensor | None, width: int, row_groups: int,
-    selectable: tuple[int, int, int, int] | None,
+    estimate: Tensor, lengths: Tensor, wanted: Tensor, selected_mask: Tensor | None, width: int,
+    selectable: tuple[int, int, int, int] | None, masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, kv_heads, groups = estimate.shape
     assert estimate.is_contiguous() and lengths.is_contiguous() and wanted.is_contiguous()
-    listed = torch.empty((batch, kv_heads, width), dtype=torch.int32, device=estimate.device)
-    counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=estimate.device)
-    group_size, first, last, least = selectable or (1, 0, 0, 0)
-    block = _power_of_two(groups) if groups <= row_groups else min(row_groups, READ_AGAIN)
-    _select[(batch * kv_heads,)](
-        estimate, lengths, wanted, listed, counts, counts if selected_mask is None else selected_mask, groups, kv_heads,
-        width, first, last, least, S=group_size, SINK_RECENT=selectable is not None, VISIT=selected_mask is not None,
-        BLOCK=block, RESIDENT=groups <= block, LIST=min(block, LIST_BLOCK), num_warps=_warps(block),
+    rows, chunks = batch * kv_heads, num_chunks(groups)
+    assert masses is None or (masses.is_contiguous() and masses.shape[-2] == chunks)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=estimate.device)
+
+    listed, counts = integers(batch, kv_heads, width), integers(batch, kv_heads)
+    counters = torch.zeros((rows, BINS + COUNTERS), dtype=torch.int32, device=estimate.device)
+    state, scales = integers(rows, STATE), estimate.new_empty((rows, 2))
+    candidates, chunk_counts = integers(2, rows, groups), integers(rows, chunks)
+    group_size, *selectable_tokens = selectable or (1, 0, 0, 0)
+    shared = {
+        "S": group_size, "SINK_RECENT": selectable is not None, "CHUNK": CHUNK, "BINS": BINS, "COUNTERS": COUNTERS,
+        "STATE": STATE, "num_warps": NUM_WARPS,
+    }  # fmt: skip
+    _count_bins[(chunks, rows)](
+        estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width, chunks, *selectable_tokens,
+        SAMPLE=SAMPLE, **shared,
+    )  # fmt: skip
+    _find_threshold[(chunks, rows)](
+        estimate, lengths, counters, state, scales, *candidates, chunk_counts, groups, kv_heads, chunks,
+        *selectable_tokens, CANDIDATES=CANDIDATES, **shared,
+    )  # fmt: skip
+    _list[(chunks, rows)](
+        estimate, lengths, counters, state, *candidates, chunk_counts, listed, counts, selected_mask, masses, groups,
+        kv_heads, width, chunks, *selectable_tokens, CANDIDATES=CANDIDATES, **shared,
     )  # fmt: skip
     return listed, counts
 
 
 def select_topk(
     estimate: Tensor, counts_wanted: Tensor, lengths: Tensor, *, group_size: int, num_sink_tokens: int,
-    num_recent_tokens: int, min_context: int, width: int, row_groups: int = ROW_IN_REGISTERS,
+    num_recent_tokens: int, min_context: int, width: int, masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32, visit [B, Hkv, G] uint8) of policy topk:
     of estimate [B, Hkv, G] float32, natural logs of masses, the `counts_wanted` [B] int32 best (at most width), forced
     groups first, the lower index first among equals, none past the end of lengths [B] int32 tokens. Forced: the groups
-    of `eps_core.kv_cache.step_plan.always_selected_groups` and those at +inf."""
+    of `eps_core.kv_cache.step_plan.always_selected_groups` and those at +inf. `masses`
+    [B, Hkv, num_chunks(G), 3] float32 is filled with what `skipped_shares` takes."""
     selected_mask = torch.empty(estimate.shape, dtype=torch.uint8, device=estimate.device)
     selectable = group_size, num_sink_tokens, num_recent_tokens, min_context
-    listed, counts = _launch(estimate, lengths, counts_wanted, selected_mask, width, row_groups, selectable)
+    listed, counts = _launch(estimate, lengths, counts_wanted, selected_mask, width, selectable, masses)
     return listed, counts, selected_mask
 
 
-def select_best(
-    estimate: Tensor, counts_wanted: Tensor, *, width: int, row_groups: int = ROW_IN_REGISTERS
-) -> tuple[Tensor, Tensor]:
+def select_best(estimate: Tensor, counts_wanted: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
     """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32) of the `counts_wanted` [B] int32 best
     finite estimates, the lower index first among equals; +inf and -inf are never taken. For refinement."""
-    return _launch(estimate, counts_wanted, counts_wanted, None, width, row_groups, None)
+    return _launch(estimate, counts_wanted, counts_wanted, None, width, None)
 
 
 def compact(selected_mask: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
@@ -244,7 +366,5 @@ def compact(selected_mask: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
     listed = torch.empty((batch, kv_heads, width), dtype=torch.int32, device=selected_mask.device)
     counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=selected_mask.device)
     block = min(_power_of_two(groups), LIST_BLOCK)
-    _compact[(batch * kv_heads,)](
-        selected_mask.view(torch.uint8), listed, counts, groups, width, LIST=block, num_warps=_warps(block)
-    )
+    _compact[(batch * kv_heads,)](selected_mask.view(torch.uint8), listed, counts, groups, width, LIST=block)
     return listed, counts

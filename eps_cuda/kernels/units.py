@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eps_core.config.selection import ANCHOR_SPREAD
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import PARTS, QUERY_STEPS
 from eps_cuda.kernels.finalize import TO_INTEGER, _rotate
@@ -45,14 +46,26 @@ READ_ON_GROUPS = 256  # that one program of a further pass reads at most; change
 
 @triton.jit
 def _round_queries(
-    q, signs, turned, integers, steps, stride_b, stride_h, kv_heads, inverse_root,
-    R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr, STEPS: tl.constexpr,
+    q, signs, turned, integers, steps, k_pool, table, anchors, stride_b, stride_h, unit_stride, head_stride,
+    table_units, kv_heads, inverse_root, R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr,
+    LOG_DIM: tl.constexpr, STEPS: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """One query head: `rotate` and `rounded_query`."""
+    """One query head: `rotate` and `rounded_query`, and its anchor unless `anchors` is None."""
     row, r = tl.program_id(0), tl.program_id(1)
+    b, h = row // kv_heads, row % kv_heads
     d = tl.arange(0, DIM2)
-    start = q + (row // kv_heads).to(tl.int64) * stride_b + ((row % kv_heads) * R + r) * stride_h
-    a = tl.load(start + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32) * inverse_root
+    heads = q + b.to(tl.int64) * stride_b + h * R * stride_h
+    a = tl.load(heads + r * stride_h + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32) * inverse_root
+    if anchors is not None:
+        unit = tl.load(table + b * table_units).to(tl.int64)
+        key = tl.load(k_pool + unit * unit_stride + h * head_stride + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        mean = 0.0
+        for other in range(R):
+            one = tl.load(heads + other * stride_h + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+            mean += tl.sum(one * key, axis=0) * inverse_root
+        mean = tl.div_rn(mean, R * 1.0)
+        apart = tl.sum(a * key, axis=0) - mean
+        tl.store(anchors + row * R + r, mean + tl.maximum(tl.minimum(apart, SPREAD), -SPREAD))
     t = _rotate(a, signs, 1, HEAD_DIM, DIM2, LOG_DIM)
     step = tl.div_rn(tl.max(tl.abs(t)), STEPS * 1.0)
     usable = (step > 0) & (step < float("inf"))
@@ -238,10 +251,12 @@ class Query:
     turned: Tensor  # [B, Hkv, R, D] float32
     integers: Tensor  # [B, Hkv, R, D] float16: turned ~ integers * steps
     steps: Tensor  # [B, Hkv, R] float32
+    anchors: Tensor | None  # [B, Hkv, R] float32 (`scoring.anchors`)
 
 
-def round_queries(q: Tensor, signs: Tensor, kv_heads: int) -> Query:
-    """q [B, Hq, D] unscaled, signs [2, D] float32 of the rotation."""
+def round_queries(q: Tensor, signs: Tensor, kv_heads: int, first: tuple[Tensor, Tensor] | None = None) -> Query:
+    """q [B, Hq, D] unscaled, signs [2, D] float32 of the rotation. `first`: K [P, Hkv, U, D] and the table [B, M] int32
+    of the units whose first token anchors the query heads."""
     batch, heads, head_dim = q.shape
     assert q.stride(-1) == 1 and signs.is_contiguous()
     shape = batch, kv_heads, heads // kv_heads, head_dim
@@ -249,12 +264,17 @@ def round_queries(q: Tensor, signs: Tensor, kv_heads: int) -> Query:
     integers = torch.empty(shape, dtype=torch.float16, device=q.device)
     steps = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
     padded = max(_power_of_two(head_dim), LEAST_WIDTH)
+    anchors, k_pool, table, strides = None, None, None, (0, 0, 0)
+    if first is not None:
+        k_pool, table = first
+        assert k_pool.stride(-1) == 1 and table.is_contiguous()
+        anchors, strides = torch.empty_like(steps), (*k_pool.stride()[:2], table.shape[1])
     _round_queries[(batch * kv_heads, shape[2])](
-        q, signs, turned, integers, steps, q.stride(0), q.stride(1), kv_heads, 1 / math.sqrt(head_dim), R=shape[2],
-        HEAD_DIM=head_dim, DIM2=padded, LOG_DIM=padded.bit_length() - 1, STEPS=QUERY_STEPS, num_warps=1,
-        enable_fp_fusion=False,
+        q, signs, turned, integers, steps, k_pool, table, anchors, q.stride(0), q.stride(1), *strides, kv_heads,
+        1 / math.sqrt(head_dim), R=shape[2], HEAD_DIM=head_dim, DIM2=padded, LOG_DIM=padded.bit_length() - 1,
+        STEPS=QUERY_STEPS, SPREAD=ANCHOR_SPREAD, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    return Query(turned, integers, steps)
+    return Query(turned, integers, steps, anchors)
 
 
 def integer_columns(repeat: int) -> int:
@@ -263,7 +283,7 @@ def integer_columns(repeat: int) -> int:
 
 
 def _bases(
-    query: Query, summary: dict[str, Tensor], anchors: Tensor | None, table: Tensor, lengths: Tensor,
+    query: Query, summary: dict[str, Tensor], table: Tensor, lengths: Tensor,
     shared: dict[str, float], group_size: int, mean_bits: int,
 ) -> Tensor:  # fmt: skip
     """log S + m_hat . a [B, Hkv, units, R] of all units, less the anchors."""
@@ -274,8 +294,8 @@ def _bases(
     bases = torch.empty((batch, kv_heads, spans, repeat), dtype=torch.float32, device=table.device)
     block = _block(batch * kv_heads, spans, shape["BP"] * shape["FOLD"])
     _score_means[(triton.cdiv(spans, block), batch * kv_heads)](
-        query.turned, summary["mean"], summary["mean_scale"], anchors, table, lengths, bases, table.shape[1], spans,
-        kv_heads, D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SPAN=together * group_size,
+        query.turned, summary["mean"], summary["mean_scale"], query.anchors, table, lengths, bases, table.shape[1],
+        spans, kv_heads, D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SPAN=together * group_size,
         LOG_S=math.log(group_size), BLOCK=block,
     )  # fmt: skip
     return bases
@@ -283,12 +303,12 @@ def _bases(
 
 def score_units(
     query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, depth: Depth,
-    anchors: Tensor | None, *, group_size: int, mean_bits: int, dims: tuple[int, ...],
+    *, group_size: int, mean_bits: int, dims: tuple[int, ...],
     subnormal: bool = not torch.version.hip,
 ) -> Tensor:  # fmt: skip
     """Estimates [B, Hkv, G] float32 of log A_p, +inf inside the sequence without a valid summary (a partial group too),
     -inf past its end, each by as much of its code as `depth`
-    lets be read. With `anchors` [B, Hkv, R] float32 of each query head (`scoring.anchors`), its masses are divided by
+    lets be read. Where the query heads have anchors, the masses of each are divided by
     exp of its anchor, and their sum takes the place of the most in what is read last. `summary` has the pools
     [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8, table [B, M] and lengths [B] int32;
     `dims` of each part of a code (`part_dims`)."""
@@ -297,12 +317,10 @@ def score_units(
     spans, rows = table.shape[1] * per_unit, batch * kv_heads
     groups = spans * together
     _check_layout(query.turned, query.integers, query.steps, *summary.values(), valid, table, lengths)
-    if anchors is not None:
-        _check_layout(anchors)
     assert summary["codes"].shape[3:] == (-(-dims[0] // 8), together) and sum(dims) == head_dim
     assert len(depth.cascaded) == len(dims) - 1, "a count for each part after the first"
     shared: dict[str, float] = {"R": repeat, "DP": _power_of_two(head_dim), "SUBNORMAL": subnormal, "SPU": per_unit}
-    bases = _bases(query, summary, anchors, table, lengths, shared, group_size, mean_bits)
+    bases = _bases(query, summary, table, lengths, shared, group_size, mean_bits)
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
     shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE}
     # of each further pass: how many groups it reads, which parts, and whether rescoring bits
@@ -310,7 +328,7 @@ def score_units(
     passes = [(*some, names[: at + 2], False) for at, some in enumerate(depth.cascaded)]
     if depth.rescored[1]:
         passes.append((*depth.rescored, names, True))
-    sums = anchors is not None  # in what is read last
+    sums = query.anchors is not None  # in what is read last
     block = _block(rows, groups, max(_power_of_two(summary["codes"].shape[3]), 16))
     _score_units[(triton.cdiv(groups, block), rows)](
         query.integers, query.steps, bases, summary["codes"], summary["scale"], valid, table, lengths, estimate,

@@ -1,0 +1,252 @@
+"""Where a captured layer's time goes on a GPU: microseconds of every kernel, beside dense attention and a copy.
+
+    python scripts/gpu_times.py -o results/gpu/times.jsonl
+
+A cell is one layer of 32 query and 8 kv heads of 128 dimensions in bfloat16 at a context and a batch. Several layers,
+each with K, V and summaries of its own, are captured in one CUDA graph, so that no layer finds its bytes in the cache
+and launches follow each other as in a decode step. Times are medians of replays over the number of layers; those of
+single kernels come from CUPTI. Every sparse output is compared with float64 attention over the tokens that the step
+selected. Each cell's line is written as soon as it is measured.
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import eps_cuda
+from eps_core.config.cache import CacheSpec
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import exit_code, require
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_cuda.bench import capture
+from eps_cuda.cache import Cache
+from eps_cuda.graph import BUCKET_TOKENS, attend_static
+from eps_cuda.kernels import dispatch
+from eps_cuda.kernels.attend import attend_groups
+from eps_cuda.kernels.select import Depth, num_chunks
+
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LEAST_BYTES = 400 * 2**20  # of K and V of all layers together: several times a GPU's last cache
+MOST_LAYERS = 16
+SHORTER = 20  # tokens than the context: most steps end within a unit, whose summary is not made yet
+COPY_BYTES = 2**30
+TOLERANCE = 0.02  # of bfloat16 outputs, of the largest
+
+
+def layers_of(context: int, batch: int, config: EpsConfig, device: str) -> tuple[Cache, StepPlan, Tensor]:
+    """A cache of as many layers as a cell needs, all with the same tokens, the plan of a step, and its query."""
+    unit = config.cache_config.unit_tokens
+    kv_bytes = 4 * context * batch * KV_HEADS * HEAD_DIM
+    layers = min(max(-(-LEAST_BYTES // kv_bytes), 2), MOST_LAYERS)
+    held = -(-context // unit)
+    spec = CacheSpec(layers, KV_HEADS, HEAD_DIM, batch * held, "bfloat16", max(8, batch))
+    cache = eps_cuda.new_cache(spec, config.cache_config, device, kernels="triton")
+    order = np.random.default_rng(0).permutation(batch * held).astype(np.int32).reshape(batch, held)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    centres = normal(64, KV_HEADS, HEAD_DIM)
+    for b in range(batch):
+        for start in range(0, context, 8192):
+            tokens = np.arange(start, min(start + 8192, context))
+            labels = torch.randint(64, (-(-len(tokens) // 32),), generator=generator, device=device)
+            k = 0.7 * (centres[labels.repeat_interleave(32)[: len(tokens)]] + normal(len(tokens), KV_HEADS, HEAD_DIM))
+            v = normal(len(tokens), KV_HEADS, HEAD_DIM)
+            slots = order[b, tokens // unit].astype(np.int64) * unit + tokens % unit
+            eps_cuda.write_kv(cache, 0, k.bfloat16(), v.bfloat16(), slots)
+    for layer in range(1, layers):
+        for name, array in cache.summaries[0].items():
+            cache.summaries[layer][name].copy_(array)
+        pairs = (cache.k, cache.v, cache.valid)
+        for arrays in pairs:
+            arrays[layer].copy_(arrays[0])  # type: ignore[union-attr]
+    bucket = BUCKET_TOKENS // unit
+    table = np.full((batch, -(-held // bucket) * bucket), -1, np.int32)
+    table[:, :held] = order
+    q = normal(batch, Q_HEADS, HEAD_DIM) + centres[:batch].repeat_interleave(Q_HEADS // KV_HEADS, 1)
+    return cache, StepPlan.of(config, table, np.full(batch, context - SHORTER)), q.bfloat16()
+
+
+def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Any]]:
+    """All layers of a captured step, as `graph.StaticStep` calls them: writes and attention, without projections."""
+    config, device = plan.config, q.device
+    batch, most = plan.table.shape[0], plan.table.shape[1] * config.cache_config.unit_tokens
+
+    def upload(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int32)).to(device)
+
+    widths = config.cascade_groups(most, HEAD_DIM)
+    cascaded = tuple((upload(counts), width) for counts, width in zip(plan.cascaded(HEAD_DIM), widths, strict=True))
+    depth = Depth(cascaded, (upload(plan.rescored), config.rescored_groups(most)))
+    wanted, lengths, table = upload(plan.budget(plan.num_always_selected)), upload(plan.lengths), upload(plan.table)
+    last = plan.table[:, (plan.lengths[0] - 1) // config.cache_config.unit_tokens]
+    slots = upload(
+        last.astype(np.int64) * config.cache_config.unit_tokens + (plan.lengths - 1) % config.cache_config.unit_tokens
+    )
+    spec = cache.spec
+    masses = q.new_empty((spec.num_layers, batch, KV_HEADS, num_chunks(most // config.cache_config.S), 3)).float()
+    k, v = (torch.zeros(batch, KV_HEADS, HEAD_DIM, dtype=q.dtype, device=device) for _ in range(2))
+
+    def run() -> list[Any]:
+        results = []
+        for layer in range(spec.num_layers):
+            dispatch.write(cache, layer, k, v, slots)
+            read = table, lengths, wanted, depth, config.budget_groups(most), masses[layer]
+            results.append(attend_static(config, cache, layer, q, *read))
+        return results
+
+    return run
+
+
+def dense(cache: Cache, plan: StepPlan, q: Tensor) -> dict[str, Callable[[], Any]]:
+    """Dense attention of all layers: by our own kernel over the pools, by Torch over contiguous K and V."""
+    device, (batch, _), length = q.device, plan.table.shape, int(plan.lengths[0])
+    table = torch.from_numpy(plan.table).to(device)
+    lengths = torch.from_numpy(plan.lengths.astype(np.int32)).to(device)
+    layers = range(cache.spec.num_layers)
+
+    def own() -> list[Tensor]:
+        return [attend_groups(q, *cache.plain(layer), table, lengths, None, None, group_size=1)[0] for layer in layers]
+
+    # the pools hold the sequences' tokens and nothing else: in the order of the pool they are as good a benchmark
+    whole = [
+        [pool.transpose(0, 1).reshape(KV_HEADS, batch, -1, HEAD_DIM).transpose(0, 1).contiguous()
+         for pool in cache.plain(layer)]
+        for layer in layers
+    ]  # fmt: skip
+    rows = q.view(batch, KV_HEADS, -1, HEAD_DIM)
+    own.__name__ = "own"
+    assert whole[0][0].shape[2] >= length
+    return {
+        "own": own,
+        "sdpa": lambda: [scaled_dot_product_attention(rows, k, v) for k, v in whole],
+    }
+
+
+def median_us(run: Callable[[], Any], repeats: int = 30) -> float:
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def kernels_of(run: Callable[[], Any], layers: int, repeats: int = 5) -> dict[str, dict[str, float]]:
+    """Of every kernel of a layer: its launches and the microseconds of all of them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    launches: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.split("(")[0].split("<")[0].split("::")[-1][:48]
+            launches[name] += 1
+            spent[name] += event.time_range.elapsed_us()
+    each = layers * repeats
+    return {
+        name: {"launches": round(launches[name] / each, 2), "us": round(spent[name] / each, 2)}
+        for name in sorted(spent, key=lambda one: -spent[one])
+    }
+
+
+def disagreement(cache: Cache, plan: StepPlan, q: Tensor, result: Any) -> float:
+    """The largest difference between a step's output of the last sequence and float64 attention over what it
+    selected, of the largest number."""
+    out, selection = result
+    b, unit, worst, largest = len(plan.lengths) - 1, plan.config.cache_config.unit_tokens, 0.0, 0.0
+    k, v = cache.plain(0)
+    table = torch.from_numpy(plan.table[b]).to(q.device).long()
+    for h in range(KV_HEADS):
+        tokens = selection.groups[b, h, : int(selection.counts[b, h])].long()
+        assert int((tokens[1:] <= tokens[:-1]).sum()) == 0, "a list is not ascending"
+        keys, values = (pool[table[tokens // unit], h, tokens % unit].double() for pool in (k, v))
+        heads = q[b].view(KV_HEADS, -1, HEAD_DIM)[h].double()
+        want = torch.softmax(heads @ keys.T / math.sqrt(HEAD_DIM), -1) @ values
+        got = out[b].view(KV_HEADS, -1, HEAD_DIM)[h].double()
+        worst, largest = max(worst, float((got - want).abs().max())), max(largest, float(want.abs().max()))
+    return worst / largest
+
+
+def copy_gbps(device: str) -> float:
+    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * COPY_BYTES / median_us(lambda: target.copy_(source)) / 1000
+
+
+@torch.inference_mode()
+def measure(context: int, batch: int, config: EpsConfig, roof: float) -> dict[str, Any]:
+    cache, plan, q = layers_of(context, batch, config, "cuda")
+    layers = cache.spec.num_layers
+    run = sparse(cache, plan, q)
+    first = run()[0]
+    wrong = disagreement(cache, plan, q, first)
+    require(wrong < TOLERANCE, f"{context} x {batch}: the sparse output is wrong by {wrong:.3f}")
+    replay = capture(run)
+    assert replay is not None
+    variants = {name: capture(one) for name, one in dense(cache, plan, q).items()}
+    dense_us = {name: median_us(one) / layers for name, one in variants.items() if one is not None}
+    kv_bytes = plan.dense_kv_bytes(cache.spec)
+    ideal_us = kv_bytes / (0.9 * roof) / 1000
+    step_us = median_us(replay) / layers
+    return {
+        "type": "layer", "context": context, "batch": batch, "layers": layers, "step_us": round(step_us, 2),
+        "dense_us": {name: round(one, 2) for name, one in dense_us.items()},
+        "dense_at_90_percent_us": round(ideal_us, 2), "dense_kv_bytes": kv_bytes, "wrong_by": round(wrong, 5), "kernels": kernels_of(replay, layers),
+    }  # fmt: skip
+
+
+@click.command()
+@click.option("--cells", default="32768x1,65536x4,131072x1,131072x8", show_default=True, help="context x batch, ...")
+@click.option("--settings", default="{}", show_default=True, help="of EPS, as JSON: {\"cascade\": []}")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
+def main(cells: str, settings: str, output: Path) -> None:
+    require(torch.cuda.is_available(), "no CUDA device is there: run on a machine with a GPU")
+    config = EpsConfig.of(**{"method": "rq", **json.loads(settings)})
+    output.parent.mkdir(parents=True, exist_ok=True)
+    facts, roof = torch.cuda.get_device_properties(0), copy_gbps("cuda")
+    with output.open("w") as out:
+
+        def line(record: dict[str, Any]) -> None:
+            out.write(json.dumps(record) + "\n")
+            out.flush()
+
+        line({
+            "type": "run", "device_name": facts.name, "multiprocessors": facts.multi_processor_count,
+            "torch": torch.__version__, "copy_gbps": round(roof), "q_heads": Q_HEADS, "kv_heads": KV_HEADS,
+            "head_dim": HEAD_DIM, "dtype": "bfloat16", "config": config.to_dict(),
+        })  # fmt: skip
+        print(f"{facts.name}: copies {roof:.0f} GB/s")
+        for cell in cells.split(","):
+            context, batch = (int(number) for number in cell.split("x"))
+            record = measure(context, batch, config, roof)
+            line(record)
+            torch.cuda.empty_cache()
+            told = ", ".join(f"{name} {us}" for name, us in record["dense_us"].items())
+            print(f"{context} x {batch}: step {record['step_us']} us, dense {told}, "
+                  f"at 90 % of the copy {record['dense_at_90_percent_us']}; {record['layers']} layers")  # fmt: skip
+            for name, one in record["kernels"].items():
+                print(f"    {one['us']:8.1f} us  {one['launches']:5.2f} launches  {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
