@@ -211,7 +211,8 @@ def measure(context: int, batch: int, config: EpsConfig, roof: float) -> dict[st
     return {
         "type": "layer", "context": context, "batch": batch, "layers": layers, "step_us": round(step_us, 2),
         "dense_us": {name: round(one, 2) for name, one in dense_us.items()},
-        "dense_at_90_percent_us": round(ideal_us, 2), "dense_kv_bytes": kv_bytes, "wrong_by": round(wrong, 5), "kernels": kernels_of(replay, layers),
+        "dense_at_90_percent_us": round(ideal_us, 2), "dense_kv_bytes": kv_bytes, "wrong_by": round(wrong, 5),
+        "kernels": kernels_of(replay, layers),
     }  # fmt: skip
 
 

@@ -74,19 +74,23 @@ def job(name: str, constants: dict, absent: tuple[str, ...] = (), **options: int
     return Job("eps_cuda.kernels.units", name, kinds, constants, options)
 
 
-def shape(head_dim: int, dims: tuple[int, int, int], groups: int, block: int) -> dict:
+def shape(head_dim: int, dims: tuple[int, int, int], groups: int) -> dict:
     first, more, rest = dims
     return {
         "R": 4, "DP": head_dim, "D": first, "MORE": more, "REST": rest, "ROW": head_dim, "SUBNORMAL": True, "SPU": 1,
-        "N": groups, "LARGEST": LARGEST_ESTIMATE, "SUM": False, "BLOCK": block, "RP": units.integer_columns(4),
+        "N": groups, "LARGEST": LARGEST_ESTIMATE, "SUM": False, "M": units.READ_ON_GROUPS,
+        "RP": units.integer_columns(4),
     }  # fmt: skip
 
 
 def first_of(constants: dict) -> dict:
-    return {name: value for name, value in constants.items() if name not in ("MORE", "REST")} | {"S": 2, "BLOCK": 512}
+    return {name: value for name, value in constants.items() if name not in ("MORE", "REST", "M")} | {
+        "S": 2, "NP": constants["N"],
+    }  # fmt: skip
 
 
-HALVES, QUARTERS = shape(128, (64, 0, 64), 32, 256), shape(64, (16, 16, 32), 16, 256)
+HALVES, QUARTERS = shape(128, (64, 0, 64), 32), shape(64, (16, 16, 32), 16)
+WHOLE = shape(128, (128, 0, 0), 64)
 MEANS = {
     "R": 4, "D": 128, "RP": 4, "DP": 128, **score_kernels.code_shape(128, 4), "SUBNORMAL": True, "SPU": 1, "SPAN": 64,
     "LOG_S": math.log(2), "BLOCK": 256,
@@ -98,15 +102,19 @@ JOBS = {
         num_warps=1, enable_fp_fusion=False,
     ),
     "means": job("_score_means", MEANS, ("anchors",)),
-    "first of halves": job("_score_units", first_of(HALVES)),
-    "first of quarters": job("_score_units", first_of(QUARTERS)),
-    "rest": job("_read_on", HALVES, ("more", "second", "through", "named")),
-    "quarters' rest": job("_read_on", QUARTERS, ("second",)),
-    "rescoring bits": job("_read_on", HALVES, ("more", "left", "named")),
+    "first of halves": job("_score_units", first_of(HALVES), num_warps=1),
+    "first of quarters": job("_score_units", first_of(QUARTERS), num_warps=1),
+    "whole codes": job("_score_units", first_of(WHOLE), num_warps=1),
+    "rescoring bits of whole codes": job(
+        "_read_on", WHOLE | {"SUM": True}, ("more", "rest", "left", "through", "named"), num_warps=1,
+    ),
+    "rest": job("_read_on", HALVES, ("more", "second", "through", "named"), num_warps=1),
+    "quarters' rest": job("_read_on", QUARTERS, ("second",), num_warps=1),
+    "rescoring bits": job("_read_on", HALVES, ("more", "left", "named"), num_warps=1),
     "summed means": job("_score_means", MEANS),
-    "summed first of halves": job("_score_units", first_of(HALVES) | {"SUM": True}),
-    "summed rest": job("_read_on", HALVES | {"SUM": True}, ("more", "second", "through", "named")),
-    "summed rescoring bits": job("_read_on", HALVES | {"SUM": True}, ("more", "left", "named")),
+    "summed first of halves": job("_score_units", first_of(HALVES) | {"SUM": True}, num_warps=1),
+    "summed rest": job("_read_on", HALVES | {"SUM": True}, ("more", "second", "through", "named"), num_warps=1),
+    "summed rescoring bits": job("_read_on", HALVES | {"SUM": True}, ("more", "left", "named"), num_warps=1),
 }  # fmt: skip
 
 

@@ -69,24 +69,14 @@ def _places(table_row, g, listed, kv_heads, h, GPU: tl.constexpr):
 
 @triton.jit
 def _settle(estimate, R: tl.constexpr, RP: tl.constexpr, LARGEST: tl.constexpr, SUM: tl.constexpr = False):
-    """[BLOCK, RP] of each head -> [BLOCK]: what is not finite becomes LARGEST, then the most of R heads, or the log of
-    the sum of their masses."""
+    """[BLOCK, RP] of each head -> [BLOCK]: what is not finite becomes LARGEST, then the most of all columns, or the log
+    of the sum of the masses of the first R."""
     estimate = tl.where(tl.abs(estimate) < float("inf"), estimate, LARGEST)
-    estimate = tl.where((tl.arange(0, RP) < R)[None, :], estimate, -float("inf"))
     most = tl.max(estimate, axis=1)
-    return most + tl.log(tl.sum(tl.exp(estimate - most[:, None]), axis=1)) if SUM else most
-
-
-@triton.jit
-def _store_estimate(
-    best, estimate, valid, place, span, g, row, length, groups, inside, SPAN: tl.constexpr,
-):  # fmt: skip
-    """+inf inside the sequence without a valid summary, -inf past its end. `span`: the run of SPAN tokens that is
-    summarised together in which group g lies; `place`: its own among those of the pool."""
-    is_open = (span == (length + SPAN - 1) // SPAN - 1) & (length % SPAN != 0)
-    known = inside & ~is_open & (tl.load(valid + place, mask=inside, other=0) != 0)
-    best = tl.where(known, best, tl.where(inside, float("inf"), -float("inf")))
-    tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=g < groups)
+    if not SUM:
+        return most
+    mass = tl.where((tl.arange(0, RP) < R)[None, :], tl.exp(estimate - most[:, None]), 0.0)
+    return most + tl.log(tl.sum(mass, axis=1))
 
 
 @triton.jit

@@ -32,13 +32,16 @@ from eps_cuda.kernels.score import (
     _power_of_two,
     _query,
     _settle,
-    _store_estimate,
     code_shape,
 )
 from eps_cuda.kernels.select import Depth, select_best
 from eps_cuda.kernels.write import LEAST_WIDTH
 
-READ_ON_GROUPS = 256  # that one program of a further pass reads at most; changes speed only
+# Change speed only. Programs of one warp wait for no other; each does so much that what it needs of the query is made
+# once for many groups, but there are enough of them to fill a GPU
+FULL_PROGRAMS = 4096
+MOST_SPANS = 16  # units that one program scores at most
+READ_ON_GROUPS = 64  # that a further pass takes at a time
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -114,131 +117,180 @@ def _from_byte(stored):
 
 
 @triton.jit
-def _integer_sums(
-    integers_row, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr
-):
-    """Return each head's sum of its first D integers: float32 [RP]."""
-    r, d = tl.arange(0, RP), tl.arange(0, DP)
-    a = tl.load(integers_row + r[:, None] * ROW + d[None, :], mask=(r < R)[:, None] & (d < D)[None, :], other=0.0)
+def _columns(
+    integers_row, head, WEIGHT: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, BYTES: tl.constexpr,
+    BP: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """What the bits of D dimensions are multiplied with, of a head [RP] in each column: for each of the products
+    float16 [BP * FOLD, RP], WEIGHT times an integer over the power of two that stands for a one in its place."""
+    k = tl.arange(0, BP * FOLD)
+    byte, fold = k % BP, k // BP
+    columns = ()
+    for step in tl.static_range((7 + FOLD) // FOLD):
+        bit = step * FOLD + fold
+        d = byte * 8 + bit
+        used = (byte < BYTES) & (bit < 8) & (d < D)
+        a = tl.load(integers_row + head[None, :] * ROW + d[:, None], mask=used[:, None], other=0.0).to(tl.float32)
+        unshift = ((127 - bit) << 23).to(tl.float32, bitcast=True) * WEIGHT
+        columns = columns + ((a * unshift[:, None]).to(tl.float16),)
+    return columns
+
+
+@triton.jit
+def _add_bits(total, packed, columns, BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr):
+    """total [M, RP] and the products of the bits of packed [M, BP * FOLD] with `_columns`, times 2^-24 where
+    SUBNORMAL."""
+    for step in tl.static_range((7 + FOLD) // FOLD):
+        if FOLD == 1:
+            masked = packed & (1 << step)
+        else:
+            masked = packed & (1 << (step * FOLD + tl.arange(0, BP * FOLD) // BP)).to(tl.uint8)[None, :]
+        if SUBNORMAL:
+            total = tl.dot(masked.to(tl.uint16).to(tl.float16, bitcast=True), columns[step], total)
+        else:
+            total = tl.dot(masked.to(tl.float16), columns[step], total)
+    return total
+
+
+@triton.jit
+def _integer_sums(integers_row, head, D: tl.constexpr, ROW: tl.constexpr, DP: tl.constexpr):
+    """The sum of the first D integers of each head [RP]: float32."""
+    d = tl.arange(0, DP)
+    a = tl.load(integers_row + head[:, None] * ROW + d[None, :], mask=(d < D)[None, :], other=0.0)
     return tl.sum(a.to(tl.float32), axis=1)
 
 
 @triton.jit
-def _add_part(
-    total, codes, at, listed, integers_row, WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, STRIDE: tl.constexpr, SUBNORMAL: tl.constexpr,
+def _estimate(
+    total, sums, step, shift, scale, R: tl.constexpr, RP: tl.constexpr, SUBNORMAL: tl.constexpr,
+    LARGEST: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """`_add_codes` of bits of D dimensions: all of ROW, which DP pads to a power of two, or such a power."""
+    """[M] of what bits add up to [M, RP], where `sums` [RP] stand for zero. Columns past R are of the same heads
+    again, which changes no largest."""
+    ones = total * 16777216.0 if SUBNORMAL else total
+    # a scale times these is exact
+    estimate = shift + scale[:, None] * (ones - sums[None, :]) * step[None, :]
+    return _settle(estimate, R, RP, LARGEST, SUM)
+
+
+@triton.jit(do_not_specialize=["table_units", "groups", "spans", "spans_each"])
+def _score_units(
+    integers, steps, bases, codes, scale, valid, table, lengths, estimate, table_units, groups, spans, kv_heads,
+    spans_each, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
+    SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr,
+    LARGEST: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """`spans_each` units of one (sequence, kv head), by the first D of ROW dimensions."""
     BYTES: tl.constexpr = (D + 7) // 8
     BP: tl.constexpr = (DP + 7) // 8 if D == ROW else BYTES
     FOLD: tl.constexpr = 16 // BP if BP < 16 else 1
-    return _add_codes(
-        total, codes, at, listed, integers_row, None, WEIGHT, R, D, ROW, RP, 1, BYTES, STRIDE, BP, FOLD, SUBNORMAL
-    )
-
-
-@triton.jit
-def _estimate(
-    total, integers_row, steps_row, shift, scale, MIDDLE: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, SUBNORMAL: tl.constexpr, LARGEST: tl.constexpr,
-    SUM: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK] by what is known of the first D dimensions: twice the ones among the signs, and with a MIDDLE of 1.5, not
-    1, those among the rescoring bits, add up to total [BLOCK, RP]."""
-    r = tl.arange(0, RP)
-    ones = total * 16777216.0 if SUBNORMAL else total
-    dots = ones - (MIDDLE * _integer_sums(integers_row, R, D, ROW, RP, DP))[None, :]
-    step = tl.load(steps_row + r, mask=r < R, other=0.0) * (ROW / D)
-    # a scale times these is exact
-    return _settle(shift + scale[:, None] * dots * step[None, :], R, RP, LARGEST, SUM)
-
-
-@triton.jit
-def _score_units(
-    integers, steps, bases, codes, scale, valid, table, lengths, estimate, table_units, groups, spans, kv_heads,
-    R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
-    SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, S: tl.constexpr, LARGEST: tl.constexpr,
-    SUM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK groups of one (sequence, kv head), by the first D of ROW dimensions."""
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
-    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    span, r = g // N, tl.arange(0, RP)
     length = tl.load(lengths + b)
-    inside = (g < groups) & (g < (length + S - 1) // S)
-    # all or none of a unit's groups, so that neighbours are read together
-    there = (span < spans) & (span < (length + N * S - 1) // (N * S))
-    place, tile = _places(table + b * table_units, span, there, kv_heads, h, SPU)
+    n, head, byte = tl.arange(0, NP), tl.arange(0, RP) % R, tl.arange(0, BP * FOLD) % BP
     integers_row = integers + row * R * ROW
-    BYTES: tl.constexpr = (D + 7) // 8
-    total = tl.zeros((BLOCK, RP), tl.float32)
-    total = _add_part(total, codes, tile * (BYTES * N) + g % N, there, integers_row, 2, R, D, ROW, RP, DP, N, SUBNORMAL)
-    by = _from_byte(tl.load(scale + tile * N + g % N, mask=there, other=0))
-    at = (row.to(tl.int64) * spans + span)[:, None] * R + r[None, :]
-    shift = tl.load(bases + at, mask=there[:, None] & (r < R)[None, :], other=0.0)
-    best = _estimate(total, integers_row, steps + row * R, shift, by, 1.0, R, D, ROW, RP, DP, SUBNORMAL, LARGEST, SUM)
-    _store_estimate(best, estimate, valid, place, span, g, row, length, groups, inside, N * S)
+    columns = _columns(integers_row, head, 2, D, ROW, BYTES, BP, FOLD)
+    sums = _integer_sums(integers_row, head, D, ROW, DP)
+    step = tl.load(steps + row * R + head) * (ROW / D)
+    first = tl.program_id(0) * spans_each
+    for span in range(first, tl.minimum(first + spans_each, spans)):
+        unit = tl.maximum(tl.load(table + b * table_units + span // SPU), 0).to(tl.int64)
+        tile, g = (unit * kv_heads + h) * SPU + span % SPU, span * N + n
+        known = ((span + 1) * (N * S) <= length) & (tl.load(valid + unit * SPU + span % SPU) != 0)
+        packed = tl.load(
+            codes + tile * (BYTES * N) + byte[None, :] * N + n[:, None],
+            mask=((n < N) & known)[:, None] & (byte < BYTES)[None, :], other=0,
+        )  # fmt: skip
+        by = _from_byte(tl.load(scale + tile * N + n, mask=(n < N) & known, other=0))
+        shift = tl.load(bases + (row.to(tl.int64) * spans + span) * R + head)
+        total = _add_bits(tl.zeros((NP, RP), tl.float32), packed, columns, BP, FOLD, SUBNORMAL)
+        best = _estimate(total, sums, step, shift[None, :], by, R, RP, SUBNORMAL, LARGEST, SUM)
+        best = tl.where(known, best, tl.where(g * S < length, float("inf"), -float("inf")))
+        tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_units", "groups", "spans", "width", "through_width", "each"])
 def _read_on(
     integers, steps, bases, codes, more, rest, second, scale, table, estimate, left, listed_groups, through, named,
-    counts, table_units, groups, spans, kv_heads, width, through_width,
+    counts, table_units, groups, spans, kv_heads, width, through_width, each,
     R: tl.constexpr, D: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr,
     DP: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, LARGEST: tl.constexpr,
-    SUM: tl.constexpr, BLOCK: tl.constexpr,
+    SUM: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK listed groups of one (sequence, kv head), by the parts that are given, of D, MORE and REST dimensions, and
+    """`each` listed groups of one (sequence, kv head), by the parts that are given, of D, MORE and REST dimensions, and
     with `second` by their rescoring bits, too. Lists name entries of `through`, or groups where that is None. Estimates
     go to `left` [B, Hkv, width] too, and groups to `named`, unless these are None."""
+    BYTES: tl.constexpr = (D + 7) // 8
+    WHOLE: tl.constexpr = (ROW + 7) // 8
+    WHOLE_P: tl.constexpr = (DP + 7) // 8
+    BP: tl.constexpr = WHOLE_P if D == ROW else BYTES
+    FOLD: tl.constexpr = 16 // BP if BP < 16 else 1
+    MORE_FOLD: tl.constexpr = 16 // (MORE // 8) if (MORE > 0) and (MORE < 128) else 1
+    REST_FOLD: tl.constexpr = 16 // (REST // 8) if (REST > 0) and (REST < 128) else 1
+    WHOLE_FOLD: tl.constexpr = 16 // WHOLE_P if WHOLE_P < 16 else 1
+    KNOWN: tl.constexpr = D + MORE + REST
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
-    start = tl.program_id(0) * BLOCK
-    w = start + tl.arange(0, BLOCK)
-    count = tl.load(counts + row)
+    start, count = tl.program_id(0) * each, tl.load(counts + row)
+    m, head = tl.arange(0, M), tl.arange(0, RP) % R
+    listed_groups += row.to(tl.int64) * width
     if left is not None:
-        tl.store(left + row.to(tl.int64) * width + w, -float("inf"), mask=(w >= count) & (w < width))
+        left += row.to(tl.int64) * width
+        for past in range(tl.maximum(start, count // M * M), tl.minimum(start + each, width), M):
+            tl.store(left + past + m, -float("inf"), mask=(past + m >= count) & (past + m < width))
     # lists are as wide as the longest sequence needs
     if start < count:
-        g = tl.load(listed_groups + row.to(tl.int64) * width + w, mask=w < width, other=-1)
-        listed = g >= 0
-        if through is not None:
-            g = tl.load(through + row.to(tl.int64) * through_width + g, mask=listed, other=0)
-        if named is not None:
-            # not in place: of a narrow block several threads read each entry, and one of them writes
-            tl.store(named + row.to(tl.int64) * width + w, g, mask=listed)
-        span, r = g // N, tl.arange(0, RP)
-        _, tile = _places(table + b * table_units, span, listed, kv_heads, h, SPU)
-        place = tile * N + g % N
         integers_row = integers + row * R * ROW
-        BYTES: tl.constexpr = (D + 7) // 8
-        planes = tile * (BYTES * N) + g % N
-        total = tl.zeros((BLOCK, RP), tl.float32)
-        total = _add_part(total, codes, planes, listed, integers_row, 2, R, D, ROW, RP, DP, N, SUBNORMAL)
+        columns = _columns(integers_row, head, 2, D, ROW, BYTES, BP, FOLD)
         if more is not None:
-            total = _add_part(
-                total, more, place * (MORE // 8), listed, integers_row + D, 2, R, MORE, ROW, RP, DP, 1, SUBNORMAL
-            )
+            of_more = _columns(integers_row + D, head, 2, MORE, ROW, MORE // 8, MORE // 8, MORE_FOLD)
         if rest is not None:
-            total = _add_part(
-                total, rest, place * (REST // 8), listed, integers_row + D + MORE, 2, R, REST, ROW, RP, DP, 1, SUBNORMAL
-            )
+            of_rest = _columns(integers_row + D + MORE, head, 2, REST, ROW, REST // 8, REST // 8, REST_FOLD)
         if second is not None:
-            total = _add_part(
-                total, second, place * ((ROW + 7) // 8), listed, integers_row, 1, R, ROW, ROW, RP, DP, 1, SUBNORMAL
-            )
-        at = (row.to(tl.int64) * spans + span)[:, None] * R + r[None, :]
-        shift = tl.load(bases + at, mask=listed[:, None] & (r < R)[None, :], other=0.0)
-        by = _from_byte(tl.load(scale + place, mask=listed, other=0))
+            of_second = _columns(integers_row, head, 1, ROW, ROW, WHOLE, WHOLE_P, WHOLE_FOLD)
         MIDDLE: tl.constexpr = 1.0 if second is None else 1.5
-        best = _estimate(
-            total, integers_row, steps + row * R, shift, by, MIDDLE, R, D + MORE + REST, ROW, RP, DP, SUBNORMAL,
-            LARGEST, SUM,
-        )  # fmt: skip
-        tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=listed)
-        if left is not None:
-            tl.store(left + row.to(tl.int64) * width + w, best, mask=listed)
+        sums = MIDDLE * _integer_sums(integers_row, head, KNOWN, ROW, DP)
+        step = tl.load(steps + row * R + head) * (ROW / KNOWN)
+        for first in range(start, tl.minimum(start + each, count), M):
+            w = first + m
+            listed = w < count
+            g = tl.load(listed_groups + w, mask=listed, other=0)
+            if through is not None:
+                g = tl.load(through + row.to(tl.int64) * through_width + g, mask=listed, other=0)
+            if named is not None:
+                # not in place: of a narrow block several threads read each entry, and one of them writes
+                tl.store(named + row.to(tl.int64) * width + w, g, mask=listed)
+            span = g // N
+            _, tile = _places(table + b * table_units, span, listed, kv_heads, h, SPU)
+            place = tile * N + g % N
+            byte = tl.arange(0, BP * FOLD) % BP
+            packed = tl.load(
+                codes + (tile * (BYTES * N) + g % N)[:, None] + byte[None, :] * N,
+                mask=listed[:, None] & (byte < BYTES)[None, :], other=0,
+            )  # fmt: skip
+            total = _add_bits(tl.zeros((M, RP), tl.float32), packed, columns, BP, FOLD, SUBNORMAL)
+            if more is not None:
+                byte = tl.arange(0, MORE // 8 * MORE_FOLD) % (MORE // 8)
+                packed = tl.load(more + (place * (MORE // 8))[:, None] + byte[None, :], mask=listed[:, None], other=0)
+                total = _add_bits(total, packed, of_more, MORE // 8, MORE_FOLD, SUBNORMAL)
+            if rest is not None:
+                byte = tl.arange(0, REST // 8 * REST_FOLD) % (REST // 8)
+                packed = tl.load(rest + (place * (REST // 8))[:, None] + byte[None, :], mask=listed[:, None], other=0)
+                total = _add_bits(total, packed, of_rest, REST // 8, REST_FOLD, SUBNORMAL)
+            if second is not None:
+                byte = tl.arange(0, WHOLE_P * WHOLE_FOLD) % WHOLE_P
+                packed = tl.load(
+                    second + (place * WHOLE)[:, None] + byte[None, :],
+                    mask=listed[:, None] & (byte < WHOLE)[None, :], other=0,
+                )  # fmt: skip
+                total = _add_bits(total, packed, of_second, WHOLE_P, WHOLE_FOLD, SUBNORMAL)
+            at = (row.to(tl.int64) * spans + span)[:, None] * R + head[None, :]
+            shift = tl.load(bases + at, mask=listed[:, None], other=0.0)
+            by = _from_byte(tl.load(scale + place, mask=listed, other=0))
+            best = _estimate(total, sums, step, shift, by, R, RP, SUBNORMAL, LARGEST, SUM)
+            tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=listed)
+            if left is not None:
+                tl.store(left + w, best, mask=listed)
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
@@ -322,18 +374,18 @@ def score_units(
     shared: dict[str, float] = {"R": repeat, "DP": _power_of_two(head_dim), "SUBNORMAL": subnormal, "SPU": per_unit}
     bases = _bases(query, summary, table, lengths, shared, group_size, mean_bits)
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
-    shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE}
+    shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE, "num_warps": 1}
     # of each further pass: how many groups it reads, which parts, and whether rescoring bits
     names = PARTS[len(dims)]
     passes = [(*some, names[: at + 2], False) for at, some in enumerate(depth.cascaded)]
     if depth.rescored[1]:
         passes.append((*depth.rescored, names, True))
     sums = query.anchors is not None  # in what is read last
-    block = _block(rows, groups, max(_power_of_two(summary["codes"].shape[3]), 16))
-    _score_units[(triton.cdiv(groups, block), rows)](
+    spans_each = max(min(rows * spans // FULL_PROGRAMS, MOST_SPANS), 1)
+    _score_units[(triton.cdiv(spans, spans_each), rows)](
         query.integers, query.steps, bases, summary["codes"], summary["scale"], valid, table, lengths, estimate,
-        table.shape[1], groups, spans, kv_heads, **shared, RP=integer_columns(repeat), S=group_size,
-        SUM=sums and not passes, BLOCK=block,
+        table.shape[1], groups, spans, kv_heads, spans_each, **shared, RP=integer_columns(repeat), S=group_size,
+        NP=max(_power_of_two(together), 16), SUM=sums and not passes,
     )  # fmt: skip
 
     held = dict(zip(names, dims, strict=True))
@@ -344,15 +396,16 @@ def score_units(
         listed, found = select_best(row, counts, width=width)
         left = torch.empty(listed.shape, dtype=torch.float32, device=table.device) if at < len(passes) else None
         named = None if through is None or left is None else torch.empty_like(listed)
-        block = min(_block(rows, width, max(_power_of_two(-(-head_dim // 8)), 16)), READ_ON_GROUPS)
-        _read_on[(triton.cdiv(width, block), rows)](
+        blocks = max(min(rows * width // (READ_ON_GROUPS * FULL_PROGRAMS), MOST_SPANS), 1)
+        each = blocks * READ_ON_GROUPS
+        _read_on[(triton.cdiv(width, each), rows)](
             query.integers, query.steps, bases, summary["codes"],
             *(summary[name] if name in parts else None for name in ("more", "rest")),
             summary["second"] if twice else None, summary["second_scale" if twice else "scale"], table, estimate,
             left, listed, through, named, found, table.shape[1], groups, spans, kv_heads, width,
-            1 if through is None else through.shape[2], **shared,
+            1 if through is None else through.shape[2], each, **shared,
             **{name.upper(): held[name] if name in parts else 0 for name in ("more", "rest")},
-            RP=integer_columns(repeat), SUM=sums and at == len(passes), BLOCK=block,
+            RP=integer_columns(repeat), SUM=sums and at == len(passes), M=READ_ON_GROUPS,
         )  # fmt: skip
         if left is not None:
             through, row = listed if named is None else named, left
