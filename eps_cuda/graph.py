@@ -130,7 +130,8 @@ class StaticStep:
         )
         if config is not None:
             cascaded = tuple(zip(self.buffers.cascaded, self.most_cascaded, strict=True))
-            self.depth = Depth(cascaded, (self.buffers.rescored, self.most_rescored))
+            rescored = self.buffers.rescored, self.most_rescored
+            self.depth = Depth(cascaded, rescored, config.selection_config.reads_at_once)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: Outputs | None = None
 

@@ -90,7 +90,9 @@ def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Any]]:
 
     widths = config.cascade_groups(most, HEAD_DIM)
     cascaded = tuple((upload(counts), width) for counts, width in zip(plan.cascaded(HEAD_DIM), widths, strict=True))
-    depth = Depth(cascaded, (upload(plan.rescored), config.rescored_groups(most)))
+    depth = Depth(
+        cascaded, (upload(plan.rescored), config.rescored_groups(most)), config.selection_config.reads_at_once
+    )
     wanted, lengths, table = upload(plan.budget(plan.num_always_selected)), upload(plan.lengths), upload(plan.table)
     last = plan.table[:, (plan.lengths[0] - 1) // config.cache_config.unit_tokens]
     slots = upload(
@@ -218,7 +220,7 @@ def measure(context: int, batch: int, config: EpsConfig, roof: float) -> dict[st
 
 @click.command()
 @click.option("--cells", default="32768x1,65536x4,131072x1,131072x8", show_default=True, help="context x batch, ...")
-@click.option("--settings", default="{}", show_default=True, help="of EPS, as JSON: {\"cascade\": []}")
+@click.option("--settings", default="{}", show_default=True, help='of EPS, as JSON: {"cascade": []}')
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 def main(cells: str, settings: str, output: Path) -> None:
     require(torch.cuda.is_available(), "no CUDA device is there: run on a machine with a GPU")

@@ -20,7 +20,7 @@ def test_rows_of_many_runs_and_many_candidates(name, monkeypatch) -> None:
 POINTERS = {
     "valid": "*u8", "table": "*i32", "lengths": "*i32", "estimate": "*fp32", "listed_groups": "*i32",
     "counts": "*i32", "wanted": "*i32", "out_groups": "*i32", "out_counts": "*i32", "selected_mask": "*u8",
-    "counters": "*i32", "state": "*i32", "scales": "*fp32", "candidate_keys": "*i32", "candidate_groups": "*i32",
+    "counters": "*i32", "state": "*i32", "scales": "*fp32", "candidates": "*fp32", "candidate_groups": "*i32",
     "chunk_counts": "*i32", "masses": "*fp32",
 }  # fmt: skip
 
@@ -34,7 +34,7 @@ def job(name: str, constants: dict, options: dict) -> Job:
 
 SIZES = {
     "S": 1, "SINK_RECENT": True,
-    **{name: getattr(select_kernels, name) for name in ("CHUNK", "BINS", "COUNTERS", "STATE")},
+    **{name: getattr(select_kernels, name) for name in ("CHUNK", "BINS", "COUNTERS", "STATE", "SCALES")},
 }  # fmt: skip
 AT_ONCE = {"CANDIDATES": select_kernels.CANDIDATES}
 JOBS = {

@@ -102,9 +102,10 @@ JOBS = {
         num_warps=1, enable_fp_fusion=False,
     ),
     "means": job("_score_means", MEANS, ("anchors",)),
-    "first of halves": job("_score_units", first_of(HALVES), num_warps=1),
-    "first of quarters": job("_score_units", first_of(QUARTERS), num_warps=1),
-    "whole codes": job("_score_units", first_of(WHOLE), num_warps=1),
+    "first of halves": job("_score_units", first_of(HALVES), ("second",), num_warps=1),
+    "first of quarters": job("_score_units", first_of(QUARTERS), ("second",), num_warps=1),
+    "whole codes": job("_score_units", first_of(WHOLE), ("second",), num_warps=1),
+    "whole codes and rescoring bits": job("_score_units", first_of(WHOLE) | {"SUM": True}, num_warps=1),
     "rescoring bits of whole codes": job(
         "_read_on", WHOLE | {"SUM": True}, ("more", "rest", "left", "through", "named"), num_warps=1,
     ),
@@ -112,7 +113,7 @@ JOBS = {
     "quarters' rest": job("_read_on", QUARTERS, ("second",), num_warps=1),
     "rescoring bits": job("_read_on", HALVES, ("more", "left", "named"), num_warps=1),
     "summed means": job("_score_means", MEANS),
-    "summed first of halves": job("_score_units", first_of(HALVES) | {"SUM": True}, num_warps=1),
+    "summed first of halves": job("_score_units", first_of(HALVES) | {"SUM": True}, ("second",), num_warps=1),
     "summed rest": job("_read_on", HALVES | {"SUM": True}, ("more", "second", "through", "named"), num_warps=1),
     "summed rescoring bits": job("_read_on", HALVES | {"SUM": True}, ("more", "left", "named"), num_warps=1),
 }  # fmt: skip

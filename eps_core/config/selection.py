@@ -116,6 +116,11 @@ class SelectionConfig:
             "head_modes needs the same number of kv heads, at least one, in each of its layers",
         )
 
+    @property
+    def reads_at_once(self) -> bool:
+        """Return whether whole codes and the rescoring bits of all groups are read, whatever any of them says."""
+        return not self.cascade and self.rescore == 1
+
     def dense_layer(self, layer: int) -> bool:
         """Return whether every kv head of a layer reads everything: nothing there needs a score."""
         return self.head_modes is not None and set(self.head_modes[layer]) == {"dense"}

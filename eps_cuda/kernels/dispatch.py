@@ -46,7 +46,7 @@ def depth_of(cache: Cache, plan: StepPlan) -> Depth:
     def copy() -> Depth:
         counts = [*plan.cascaded(cache.spec.head_dim), plan.rescored]
         *cascaded, rescored = ((OPS.on(cache, one.astype(np.int32)), int(one.max())) for one in counts)
-        return Depth(tuple(cascaded), rescored)
+        return Depth(tuple(cascaded), rescored, plan.config.selection_config.reads_at_once)
 
     return plan.once(("depth", cache.device, cache.spec.head_dim), copy)
 

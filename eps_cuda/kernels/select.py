@@ -2,18 +2,17 @@
 synchronisation.
 
 The K-th largest of a row is found in two rounds, as a radix selection finds it, but with digits that fit the numbers at
-hand. The first program of every round that comes last (a ticket tells) does what needs all the others.
+hand. The program of a round that comes last (a ticket tells) does what needs all the others.
 
-1. `_count_bins`: each program counts a run of CHUNK estimates into BINS equal intervals between the least and the
-   greatest of a sample of the row. The last one finds the interval in which the K-th largest lies.
+1. `_count_bins`: each program counts a run of CHUNK estimates into BINS intervals between the least and the greatest of
+   a sample of the row, a quarter of them below its mean. The last one finds the interval of the K-th largest.
 2. `_find_threshold`: each program copies what its run has in that interval, half a percent of a row as a rule, to a
    list of candidates in any order. The last one halves the interval of keys in which the K-th largest of them lies
    until exactly as many reach its lower end as are still needed, or one key is left, whose ties go to the lower index.
-3. `_list`: each program writes what its run has above the threshold behind what the runs before it have.
+3. `_list`: each program writes what its run has from the threshold on behind what the runs before it have.
 
-Keys are the bits of estimates in an order-preserving form, so that the lists are exact whatever the intervals were: if
-all estimates lie in one of them (they are equal, or one of them is huge), the second round's last program reads a whole
-row again and again, which costs time alone.
+The lists are exact whatever the intervals were: if all estimates lie in one of them (they are equal, or a few are
+huge), the second round's last program reads a whole row again and again, which costs time alone.
 """
 
 from dataclasses import dataclass
@@ -24,12 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 2048  # groups that one program takes
-SAMPLE = 1024  # of a row, for the intervals
-BINS = 256
+SAMPLE = 512  # of a row, for the intervals
+BINS = 128
 CANDIDATES = 1024  # that are taken at a time
 LIST_BLOCK = 4096  # groups that `compact` takes at a time
 COUNTERS = 4  # of a row behind the bins: always selected groups, candidates, tickets of two rounds
-STATE = 6  # numbers of a row that a round leaves the next
+STATE = 4  # numbers of a row that a round leaves the next: its interval, what lies above it, what is taken, ties taken
+SCALES = 6  # the sample's least, mean, intervals a unit below and above it, and the two thresholds
 NUM_WARPS = 4
 SIZES = ["groups", "width", "num_sink_tokens", "num_recent_tokens", "min_context", "chunks"]
 
@@ -41,44 +41,61 @@ class Depth:
 
     cascaded: tuple[tuple[Tensor, int], ...]  # each part after the first
     rescored: tuple[Tensor, int]  # the rescoring bit
+    at_once: bool = False  # whole codes and rescoring bits of all groups
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
 
 
 @triton.jit
-def _keys(
-    estimate_row, g, groups, length, num_sink_tokens, num_recent_tokens, min_context,
+def _values(
+    estimate_row, g, first_g, last_g, groups, length, num_sink_tokens, num_recent_tokens, min_context,
     S: tl.constexpr, SINK_RECENT: tl.constexpr,
 ):  # fmt: skip
-    """int32 keys in the estimates' order: INFINITE of always selected groups, LOWEST of those never taken. With
-    SINK_RECENT the former are sink and recent tokens and +inf inside the sequence; without it there are none, and +inf
-    is never taken."""
-    INFINITE: tl.constexpr = 0x7F800000
-    LOWEST: tl.constexpr = -0x80000000
-    estimate = tl.load(estimate_row + g, mask=g < groups, other=-float("inf"))
-    # one zero, as ties compare values
-    bits = tl.where(estimate == 0, 0.0, estimate).to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    """What estimates [N] of groups g, which first_g and last_g span, are chosen by: +inf of always selected groups, NaN
+    of those never taken. With SINK_RECENT the former are sink and recent tokens and +inf inside the sequence, and -inf
+    inside is taken last of all; without it there are none, and nothing infinite is taken."""
+    value = tl.load(estimate_row + g, mask=g < groups, other=float("nan"))
     if SINK_RECENT:
-        ends = (length + S - 1) // S
         first = (tl.minimum(num_sink_tokens, length) + S - 1) // S
         # the partial group is among the last
         last = tl.minimum(tl.maximum(length - num_recent_tokens, 0) // S, length // S)
         last = tl.where(length < min_context, 0, last)
-        key = tl.where((g < first) | (g >= last), INFINITE, tl.minimum(key, INFINITE))
-        # -inf inside is taken last of all, past the end never
-        return tl.where(g < tl.minimum(ends, groups), key, LOWEST)
-    return tl.where(tl.abs(estimate) < float("inf"), key, LOWEST)
+        ends = (length + S - 1) // S
+        value = tl.where(value == value, value, float("inf"))
+        if (first_g < first) | (last_g >= tl.minimum(last, ends)):
+            value = tl.where((g < first) | (g >= last), float("inf"), value)
+            value = tl.where(g < tl.minimum(ends, groups), value, float("nan"))
+        return value
+    return tl.where(tl.abs(value) < float("inf"), value, float("nan"))
 
 
 @triton.jit
-def _bins(key, lowest, per_unit, BINS: tl.constexpr):
-    """The interval of each key: what is outside of all of them is in the first or the last, so that a larger key is
-    never in a lower one."""
-    value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    place = (value - lowest) * per_unit
-    return tl.where(place > 0, tl.minimum(place, BINS - 1.0), 0.0).to(tl.int32)  # NaN, too, is in the first
+def _bins(value, least, mean, below, above, BINS: tl.constexpr):
+    """The interval of each value: one that is larger is never in a lower one, and NaN is in the first."""
+    LOWER: tl.constexpr = BINS // 4
+    low = tl.minimum((value - least) * below, LOWER - 1.0)
+    high = LOWER + tl.minimum((value - mean) * above, BINS - LOWER - 1.0)
+    place = tl.where(value >= mean, high, low)
+    return tl.where(place > 0, place, 0.0).to(tl.int32)
+
+
+@triton.jit
+def _keys(value):
+    """int32 in the order of finite and infinite values, -0 as 0."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _of_key(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _join(least, most, total, number, other_least, other_most, other_total, other_number):
+    """Of two samples the least, the greatest, the sum and the number."""
+    return tl.minimum(least, other_least), tl.maximum(most, other_most), total + other_total, number + other_number
 
 
 @triton.jit
@@ -93,118 +110,136 @@ def _count_bins(
     estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width, chunks,
     num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
     CHUNK: tl.constexpr, SAMPLE: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """Leaves in `state` the interval of the K-th largest (BINS: among the always selected), how many lie above it and
-    how many are taken, and in `scales` where intervals begin and how many a unit has."""
-    INFINITE: tl.constexpr = 0x7F800000
-    LOWEST: tl.constexpr = -0x80000000
+    how many are taken, and in `scales` what `_bins` needs."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
     estimate_row = estimate + row.to(tl.int64) * groups
     counters += row * (BINS + COUNTERS)
     bin_index = tl.arange(0, BINS)
 
-    sample = tl.arange(0, SAMPLE) * tl.maximum(groups // SAMPLE, 1)
-    key = _keys(
-        estimate_row, sample, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT
+    start = chunk * CHUNK
+    value = _values(
+        estimate_row, start + tl.arange(0, CHUNK), start, start + CHUNK - 1, groups, length, num_sink_tokens,
+        num_recent_tokens, min_context, S, SINK_RECENT,
     )  # fmt: skip
-    value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    usual = (tl.abs(value) < 1e30) & (key > LOWEST) & (key < INFINITE)
-    lowest = tl.min(tl.where(usual, value, 1e30), axis=0)
-    highest = tl.max(tl.where(usual, value, -1e30), axis=0)
-    per_unit = BINS / tl.maximum(highest - lowest, 1e-30)
+    sample = tl.arange(0, SAMPLE) * tl.maximum(groups // SAMPLE, 1)
+    some = tl.load(estimate_row + sample, mask=sample < groups, other=float("inf"))
+    usual = tl.abs(some) < 1e30
+    one = tl.where(usual, 1.0, 0.0)
+    least, most, total, number = tl.reduce(
+        (tl.where(usual, some, 1e30), tl.where(usual, some, -1e30), tl.where(usual, some, 0.0), one), 0, _join
+    )  # fmt: skip
+    mean = tl.minimum(tl.maximum(total / tl.maximum(number, 1.0), least), most)
+    below = (BINS // 4) / tl.maximum(mean - least, 1e-30)
+    above = (BINS - BINS // 4) / tl.maximum(most - mean, 1e-30)
 
-    g = chunk * CHUNK + tl.arange(0, CHUNK)
-    key = _keys(estimate_row, g, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT)
-    counted = (key > LOWEST) & (key < INFINITE)
     # what is not counted goes to the first interval, and is taken off again
-    found = tl.histogram(tl.where(counted, _bins(key, lowest, per_unit, BINS), 0), BINS)
+    counted = value < float("inf")
+    found = tl.histogram(tl.where(counted, _bins(value, least, mean, below, above, BINS), 0), BINS)
     found -= tl.where(bin_index == 0, CHUNK - tl.sum(counted.to(tl.int32), axis=0), 0)
     tl.atomic_add(counters + bin_index, found, mask=found > 0, sem="relaxed")
-    tl.atomic_add(counters + BINS, tl.sum((key >= INFINITE).to(tl.int32), axis=0), sem="relaxed")
+    if SINK_RECENT:
+        tl.atomic_add(counters + BINS, tl.sum((value == float("inf")).to(tl.int32), axis=0), sem="relaxed")
     if _is_last(counters + BINS + 2, chunks):
         counts = tl.load(counters + bin_index, cache_modifier=".cg")
         always_selected = tl.load(counters + BINS, cache_modifier=".cg")
         at_least = tl.cumsum(counts, axis=0, reverse=True) + always_selected
-        most = tl.max(at_least, axis=0)
-        want = tl.minimum(tl.minimum(tl.maximum(tl.load(wanted + row // kv_heads), 0), most), width)
+        all_of_them = tl.max(at_least, axis=0)
+        want = tl.minimum(tl.minimum(tl.maximum(tl.load(wanted + row // kv_heads), 0), all_of_them), width)
         at = tl.sum((at_least >= want).to(tl.int32), axis=0) - 1
-        above = tl.sum(tl.where(bin_index == at, at_least - counts, 0), axis=0)
+        higher = tl.sum(tl.where(bin_index == at, at_least - counts, 0), axis=0)
         state += row * STATE
         tl.store(state, tl.where(always_selected >= want, BINS, at))
-        tl.store(state + 1, tl.where(always_selected >= want, 0, above))
+        tl.store(state + 1, tl.where(always_selected >= want, 0, higher))
         tl.store(state + 2, want)
-        tl.store(scales + 2 * row, lowest)
-        tl.store(scales + 2 * row + 1, per_unit)
+        scales += row * SCALES
+        tl.store(scales, least)
+        tl.store(scales + 1, mean)
+        tl.store(scales + 2, below)
+        tl.store(scales + 3, above)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _find_threshold(
-    estimate, lengths, counters, state, scales, candidate_keys, candidate_groups, chunk_counts, groups, kv_heads,
-    chunks, num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
-    CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, CANDIDATES: tl.constexpr,
+    estimate, lengths, counters, state, scales, candidates, candidate_groups, chunk_counts, groups, kv_heads, chunks,
+    num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, SCALES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Leaves in `chunk_counts` how many of each run lie above the interval, and in `state` two keys: what reaches the
-    higher is taken, and of what reaches the lower alone so many, the lower indices first."""
+    """Leaves in `chunk_counts` how many of each run lie above the interval, and in `scales` two values: what reaches the
+    higher is taken, and of what reaches the lower alone as many as `state` says, the lower indices first."""
     INFINITE: tl.constexpr = 0x7F800000
     LOWEST: tl.constexpr = -0x80000000
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
-    estimate_row = estimate + row.to(tl.int64) * groups
     counters += row * (BINS + COUNTERS)
     state += row * STATE
-    candidate_keys += row.to(tl.int64) * groups
+    scales += row * SCALES
+    candidates += row.to(tl.int64) * groups
     candidate_groups += row.to(tl.int64) * groups
     at = tl.load(state)
+    least, mean, below, above = (
+        tl.load(scales), tl.load(scales + 1), tl.load(scales + 2), tl.load(scales + 3)
+    )  # fmt: skip
 
-    g = chunk * CHUNK + tl.arange(0, CHUNK)
-    key = _keys(estimate_row, g, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT)
-    own = _bins(key, tl.load(scales + 2 * row), tl.load(scales + 2 * row + 1), BINS)
-    own = tl.where(key >= INFINITE, BINS, tl.where(key > LOWEST, own, -1))
+    start = chunk * CHUNK
+    g = start + tl.arange(0, CHUNK)
+    value = _values(
+        estimate + row.to(tl.int64) * groups, g, start, start + CHUNK - 1, groups, length, num_sink_tokens,
+        num_recent_tokens, min_context, S, SINK_RECENT,
+    )  # fmt: skip
+    own = tl.where(value < float("inf"), _bins(value, least, mean, below, above, BINS), BINS)
+    own = tl.where(value == value, own, -1)
     is_candidate = own == at
-    ranks = tl.cumsum(is_candidate.to(tl.int32), axis=0)
-    before = tl.atomic_add(counters + BINS + 1, tl.max(ranks, axis=0), sem="relaxed")
-    tl.store(candidate_keys + before + ranks - 1, key, mask=is_candidate)
-    tl.store(candidate_groups + before + ranks - 1, g, mask=is_candidate)
+    place = tl.atomic_add(
+        counters + BINS + 1 + tl.zeros((CHUNK,), tl.int32), 1, mask=is_candidate, sem="relaxed"
+    )  # fmt: skip
+    tl.store(candidates + place, value, mask=is_candidate)
+    tl.store(candidate_groups + place, g, mask=is_candidate)
     tl.store(chunk_counts + row * chunks + chunk, tl.sum((own > at).to(tl.int32), axis=0))
     if _is_last(counters + BINS + 3, chunks):
         number = tl.load(counters + BINS + 1, cache_modifier=".cg")
         want = tl.load(state + 2) - tl.load(state + 1)
         i = tl.arange(0, CANDIDATES)
         # of few candidates all are in registers; of many these are the first, and the others are read for each count
-        first = tl.load(candidate_keys + i, mask=i < number, other=LOWEST, cache_modifier=".cg")
-        lowest = tl.min(tl.where(i < number, first, INFINITE), axis=0)
-        highest = tl.max(first, axis=0)
-        for start in range(CANDIDATES, number, CANDIDATES):
-            inside = start + i < number
-            more = tl.load(candidate_keys + start + i, mask=inside, other=LOWEST, cache_modifier=".cg")
+        some = _keys(tl.load(candidates + i, mask=i < number, other=0.0, cache_modifier=".cg"))
+        some = tl.where(i < number, some, LOWEST)
+        lowest = tl.min(tl.where(i < number, some, INFINITE), axis=0)
+        highest = tl.max(some, axis=0)
+        for begin in range(CANDIDATES, number, CANDIDATES):
+            inside = begin + i < number
+            more = _keys(tl.load(candidates + begin + i, mask=inside, other=0.0, cache_modifier=".cg"))
             lowest = tl.minimum(lowest, tl.min(tl.where(inside, more, INFINITE), axis=0))
-            highest = tl.maximum(highest, tl.max(more, axis=0))
-        # keys >= low: `least` >= want of them; keys >= high: `above` < want. int64, as differences pass int32
+            highest = tl.maximum(highest, tl.max(tl.where(inside, more, LOWEST), axis=0))
+        # keys >= low: `reach` >= want of them; keys >= high: `taken` < want. int64, as differences pass int32
         low, high = lowest.to(tl.int64), tl.maximum(highest, lowest).to(tl.int64) + 1
-        least, above = number, number * 0
-        while (high - low > 1) & (least != want):
+        reach, taken = number, number * 0
+        while (high - low > 1) & (reach != want):
             middle = low + (high - low) // 2
-            count = tl.sum((first >= middle.to(tl.int32)).to(tl.int32), axis=0)
-            for start in range(CANDIDATES, number, CANDIDATES):
-                more = tl.load(
-                    candidate_keys + start + i, mask=start + i < number, other=LOWEST, cache_modifier=".cg"
-                )  # fmt: skip
-                count += tl.sum((more >= middle.to(tl.int32)).to(tl.int32), axis=0)
+            count = tl.sum((some >= middle.to(tl.int32)).to(tl.int32), axis=0)
+            for begin in range(CANDIDATES, number, CANDIDATES):
+                inside = begin + i < number
+                more = _keys(tl.load(candidates + begin + i, mask=inside, other=0.0, cache_modifier=".cg"))
+                count += tl.sum((inside & (more >= middle.to(tl.int32))).to(tl.int32), axis=0)
             enough = count >= want
-            low, least = tl.where(enough, middle, low), tl.where(enough, count, least)
-            high, above = tl.where(enough, high, middle), tl.where(enough, above, count)
-        tl.store(state + 3, low.to(tl.int32))
-        tl.store(state + 4, high.to(tl.int32))
-        tl.store(state + 5, want - above)
+            low, reach = tl.where(enough, middle, low), tl.where(enough, count, reach)
+            high, taken = tl.where(enough, high, middle), tl.where(enough, taken, count)
+        # past +inf is NaN, which nothing reaches
+        tl.store(scales + 4, _of_key(low.to(tl.int32)))
+        tl.store(scales + 5, _of_key(high.to(tl.int32)))
+        tl.store(state + 3, want - taken)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _list(
-    estimate, lengths, counters, state, candidate_keys, candidate_groups, chunk_counts, out_groups, out_counts,
+    estimate, lengths, counters, state, scales, candidates, candidate_groups, chunk_counts, out_groups, out_counts,
     selected_mask, masses, groups, kv_heads, width, chunks,
     num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
-    CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, CANDIDATES: tl.constexpr,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, SCALES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Writes a run's part of the list, and unless they are None of the mask and of the masses: the largest finite
     estimate, and the sums of the exponentials of all less that and of those that are not taken."""
@@ -212,53 +247,56 @@ def _list(
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
     estimate_row = estimate + row.to(tl.int64) * groups
     state += row * STATE
-    want, low, high, room = tl.load(state + 2), tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
+    want, room = tl.load(state + 2), tl.load(state + 3)
+    low, high = tl.load(scales + row * SCALES + 4), tl.load(scales + row * SCALES + 5)
     number = tl.load(counters + row * (BINS + COUNTERS) + BINS + 1)
 
-    # what the runs before this one have: above the interval, at the higher key and at the lower one
+    # what the runs before this one have: above the interval, at the higher value and at the lower one
     i, run_start = tl.arange(0, CANDIDATES), chunk * CHUNK
-    sure_before, between_before = chunk * 0, chunk * 0
-    for start in range(0, chunk, CANDIDATES):
-        sure_before += tl.sum(
-            tl.load(chunk_counts + row * chunks + start + i, mask=start + i < chunk, other=0), axis=0
-        )  # fmt: skip
-    for start in range(0, number, CANDIDATES):
-        place = row.to(tl.int64) * groups + start + i
-        inside = start + i < number
+    earlier_counts = tl.zeros((CANDIDATES,), tl.int32)
+    for begin in range(0, chunk, CANDIDATES):
+        earlier_counts += tl.load(chunk_counts + row * chunks + begin + i, mask=begin + i < chunk, other=0)
+    # both counts in one number: a row has fewer than 2^31 groups
+    both = earlier_counts.to(tl.int64)
+    for begin in range(0, number, CANDIDATES):
+        place = row.to(tl.int64) * groups + begin + i
+        inside = begin + i < number
         earlier = tl.load(candidate_groups + place, mask=inside, other=0x7FFFFFFF) < run_start
-        key = tl.load(candidate_keys + place, mask=inside, other=-0x80000000)
-        sure_before += tl.sum((earlier & (key >= high)).to(tl.int32), axis=0)
-        between_before += tl.sum((earlier & (key >= low) & (key < high)).to(tl.int32), axis=0)
+        value = tl.load(candidates + place, mask=inside, other=float("nan"))
+        both += (earlier & (value >= high)).to(tl.int64)
+        both += (earlier & (value >= low) & ~(value >= high)).to(tl.int64) << 32
+    before = tl.sum(both, axis=0)
+    sure_before, between_before = before.to(tl.int32), (before >> 32).to(tl.int32)
 
     g = run_start + tl.arange(0, CHUNK)
-    key = _keys(estimate_row, g, groups, length, num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT)
-    sure, between = key >= high, (key >= low) & (key < high)
+    value = _values(
+        estimate_row, g, run_start, run_start + CHUNK - 1, groups, length, num_sink_tokens, num_recent_tokens,
+        min_context, S, SINK_RECENT,
+    )  # fmt: skip
+    sure, reaches = value >= high, value >= low
     # both counts in one scan: a run has fewer than 2^15 groups
-    ranks = tl.cumsum(sure.to(tl.int32) + (between.to(tl.int32) << 16), axis=0)
+    ranks = tl.cumsum(tl.where(sure, 1, tl.where(reaches, 1 << 16, 0)), axis=0)
     rank = between_before + (ranks >> 16)
-    taken = sure | (between & (rank <= room))
+    taken = sure | (reaches & (rank <= room))
     out_row = out_groups + row.to(tl.int64) * width
-    tl.store(out_row + sure_before + (ranks & 0xFFFF) + tl.minimum(rank, room) - 1, g, mask=taken)
+    tl.store(out_row + (sure_before + (ranks & 0xFFFF) + tl.minimum(rank, room) - 1), g, mask=taken)
     if selected_mask is not None:
         tl.store(selected_mask + row.to(tl.int64) * groups + g, taken.to(tl.uint8), mask=g < groups)
     if masses is not None:
-        value = tl.load(estimate_row + g, mask=g < groups, other=-float("inf"))
-        value = tl.where(tl.abs(value) < float("inf"), value, -float("inf"))
-        most = tl.maximum(tl.max(value, axis=0), -3.0e38)
-        mass = tl.exp(value - most)
+        finite = tl.load(estimate_row + g, mask=g < groups, other=-float("inf"))
+        finite = tl.where(tl.abs(finite) < float("inf"), finite, -float("inf"))
+        most = tl.maximum(tl.max(finite, axis=0), -3.0e38)
+        mass = tl.exp(finite - most)
         masses += (row * chunks + chunk) * 3
         tl.store(masses, most)
         tl.store(masses + 1, tl.sum(mass, axis=0))
         tl.store(masses + 2, tl.sum(tl.where(taken, 0.0, mass), axis=0))
     # each run fills as much of what no group takes
     share = (width + chunks - 1) // chunks
-    for start in range(chunk * share, tl.minimum(chunk * share + share, width), CANDIDATES):
-        w = start + i
-        tl.store(
-            out_row + w,
-            tl.full((CANDIDATES,), -1, tl.int32),
-            mask=(w >= want) & (w < chunk * share + share) & (w < width),
-        )
+    end = tl.minimum(chunk * share + share, width)
+    for begin in range(tl.maximum(chunk * share, want // CANDIDATES * CANDIDATES), end, CANDIDATES):
+        w = begin + i
+        tl.store(out_row + w, tl.full((CANDIDATES,), -1, tl.int32), mask=(w >= want) & (w < end))
     if chunk == 0:
         tl.store(out_counts + row, want)
 
@@ -315,24 +353,25 @@ def _launch(
 
     listed, counts = integers(batch, kv_heads, width), integers(batch, kv_heads)
     counters = torch.zeros((rows, BINS + COUNTERS), dtype=torch.int32, device=estimate.device)
-    state, scales = integers(rows, STATE), estimate.new_empty((rows, 2))
-    candidates, chunk_counts = integers(2, rows, groups), integers(rows, chunks)
+    state, scales = integers(rows, STATE), estimate.new_empty((rows, SCALES))
+    candidates, candidate_groups = torch.empty_like(estimate), integers(rows, groups)
+    chunk_counts = integers(rows, chunks)
     group_size, *selectable_tokens = selectable or (1, 0, 0, 0)
     shared = {
         "S": group_size, "SINK_RECENT": selectable is not None, "CHUNK": CHUNK, "BINS": BINS, "COUNTERS": COUNTERS,
-        "STATE": STATE, "num_warps": NUM_WARPS,
+        "STATE": STATE, "SCALES": SCALES, "num_warps": NUM_WARPS,
     }  # fmt: skip
     _count_bins[(chunks, rows)](
         estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width, chunks, *selectable_tokens,
         SAMPLE=SAMPLE, **shared,
     )  # fmt: skip
     _find_threshold[(chunks, rows)](
-        estimate, lengths, counters, state, scales, *candidates, chunk_counts, groups, kv_heads, chunks,
-        *selectable_tokens, CANDIDATES=CANDIDATES, **shared,
+        estimate, lengths, counters, state, scales, candidates, candidate_groups, chunk_counts, groups, kv_heads,
+        chunks, *selectable_tokens, CANDIDATES=CANDIDATES, **shared,
     )  # fmt: skip
     _list[(chunks, rows)](
-        estimate, lengths, counters, state, *candidates, chunk_counts, listed, counts, selected_mask, masses, groups,
-        kv_heads, width, chunks, *selectable_tokens, CANDIDATES=CANDIDATES, **shared,
+        estimate, lengths, counters, state, scales, candidates, candidate_groups, chunk_counts, listed, counts,
+        selected_mask, masses, groups, kv_heads, width, chunks, *selectable_tokens, CANDIDATES=CANDIDATES, **shared,
     )  # fmt: skip
     return listed, counts
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from eps_core.config.selection import ANCHOR_SPREAD
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import PARTS, QUERY_STEPS
+from eps_cuda.kernels.attend import processors
 from eps_cuda.kernels.finalize import TO_INTEGER, _rotate
 from eps_cuda.kernels.score import (
     _add_codes,
@@ -37,10 +38,9 @@ from eps_cuda.kernels.score import (
 from eps_cuda.kernels.select import Depth, select_best
 from eps_cuda.kernels.write import LEAST_WIDTH
 
-# Change speed only. Programs of one warp wait for no other; each does so much that what it needs of the query is made
-# once for many groups, but there are enough of them to fill a GPU
-FULL_PROGRAMS = 4096
-MOST_SPANS = 16  # units that one program scores at most
+# Change speed only. Programs of one warp wait for no other; each takes so much that all of them run at once, and what it
+# needs of the query is made once
+PROGRAMS = 16  # of a multiprocessor
 READ_ON_GROUPS = 64  # that a further pass takes at a time
 
 
@@ -132,7 +132,7 @@ def _columns(
         used = (byte < BYTES) & (bit < 8) & (d < D)
         a = tl.load(integers_row + head[None, :] * ROW + d[:, None], mask=used[:, None], other=0.0).to(tl.float32)
         unshift = ((127 - bit) << 23).to(tl.float32, bitcast=True) * WEIGHT
-        columns = columns + ((a * unshift[:, None]).to(tl.float16),)
+        columns = columns + ((a * unshift[:, None]).to(tl.float16),)  # noqa: RUF005  Triton knows no unpacking
     return columns
 
 
@@ -175,22 +175,26 @@ def _estimate(
 
 @triton.jit(do_not_specialize=["table_units", "groups", "spans", "spans_each"])
 def _score_units(
-    integers, steps, bases, codes, scale, valid, table, lengths, estimate, table_units, groups, spans, kv_heads,
-    spans_each, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
+    integers, steps, bases, codes, second, scale, valid, table, lengths, estimate, table_units, groups, spans,
+    kv_heads, spans_each, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
     SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr,
     LARGEST: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """`spans_each` units of one (sequence, kv head), by the first D of ROW dimensions."""
+    """`spans_each` units of one (sequence, kv head), by the first D of ROW dimensions; by all of them and their
+    rescoring bits where there is `second`."""
     BYTES: tl.constexpr = (D + 7) // 8
     BP: tl.constexpr = (DP + 7) // 8 if D == ROW else BYTES
     FOLD: tl.constexpr = 16 // BP if BP < 16 else 1
+    MIDDLE: tl.constexpr = 1.0 if second is None else 1.5
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
     length = tl.load(lengths + b)
     n, head, byte = tl.arange(0, NP), tl.arange(0, RP) % R, tl.arange(0, BP * FOLD) % BP
     integers_row = integers + row * R * ROW
     columns = _columns(integers_row, head, 2, D, ROW, BYTES, BP, FOLD)
-    sums = _integer_sums(integers_row, head, D, ROW, DP)
+    if second is not None:
+        of_second = _columns(integers_row, head, 1, D, ROW, BYTES, BP, FOLD)
+    sums = MIDDLE * _integer_sums(integers_row, head, D, ROW, DP)
     step = tl.load(steps + row * R + head) * (ROW / D)
     first = tl.program_id(0) * spans_each
     for span in range(first, tl.minimum(first + spans_each, spans)):
@@ -204,6 +208,12 @@ def _score_units(
         by = _from_byte(tl.load(scale + tile * N + n, mask=(n < N) & known, other=0))
         shift = tl.load(bases + (row.to(tl.int64) * spans + span) * R + head)
         total = _add_bits(tl.zeros((NP, RP), tl.float32), packed, columns, BP, FOLD, SUBNORMAL)
+        if second is not None:
+            packed = tl.load(
+                second + ((tile * N + n) * BYTES)[:, None] + byte[None, :],
+                mask=((n < N) & known)[:, None] & (byte < BYTES)[None, :], other=0,
+            )  # fmt: skip
+            total = _add_bits(total, packed, of_second, BP, FOLD, SUBNORMAL)
         best = _estimate(total, sums, step, shift[None, :], by, R, RP, SUBNORMAL, LARGEST, SUM)
         best = tl.where(known, best, tl.where(g * S < length, float("inf"), -float("inf")))
         tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=n < N)
@@ -329,6 +339,11 @@ def round_queries(q: Tensor, signs: Tensor, kv_heads: int, first: tuple[Tensor, 
     return Query(turned, integers, steps, anchors)
 
 
+def _each(rows: int, pieces: int, device: torch.device) -> int:
+    """Of the pieces of each row how many one program takes."""
+    return triton.cdiv(pieces, max(PROGRAMS * processors(device) // rows, 1))
+
+
 def integer_columns(repeat: int) -> int:
     """Columns of a product with integers, one a query head: no fewer than a device multiplies at least."""
     return max(_power_of_two(repeat), 16 if torch.version.hip else 8)
@@ -378,12 +393,13 @@ def score_units(
     # of each further pass: how many groups it reads, which parts, and whether rescoring bits
     names = PARTS[len(dims)]
     passes = [(*some, names[: at + 2], False) for at, some in enumerate(depth.cascaded)]
-    if depth.rescored[1]:
+    if depth.rescored[1] and not depth.at_once:
         passes.append((*depth.rescored, names, True))
     sums = query.anchors is not None  # in what is read last
-    spans_each = max(min(rows * spans // FULL_PROGRAMS, MOST_SPANS), 1)
+    spans_each = _each(rows, spans, table.device)
+    second, by = ("second", "second_scale") if depth.at_once else (None, "scale")
     _score_units[(triton.cdiv(spans, spans_each), rows)](
-        query.integers, query.steps, bases, summary["codes"], summary["scale"], valid, table, lengths, estimate,
+        query.integers, query.steps, bases, summary["codes"], summary.get(second), summary[by], valid, table, lengths, estimate,
         table.shape[1], groups, spans, kv_heads, spans_each, **shared, RP=integer_columns(repeat), S=group_size,
         NP=max(_power_of_two(together), 16), SUM=sums and not passes,
     )  # fmt: skip
@@ -396,8 +412,7 @@ def score_units(
         listed, found = select_best(row, counts, width=width)
         left = torch.empty(listed.shape, dtype=torch.float32, device=table.device) if at < len(passes) else None
         named = None if through is None or left is None else torch.empty_like(listed)
-        blocks = max(min(rows * width // (READ_ON_GROUPS * FULL_PROGRAMS), MOST_SPANS), 1)
-        each = blocks * READ_ON_GROUPS
+        each = _each(rows, triton.cdiv(width, READ_ON_GROUPS), table.device) * READ_ON_GROUPS
         _read_on[(triton.cdiv(width, each), rows)](
             query.integers, query.steps, bases, summary["codes"],
             *(summary[name] if name in parts else None for name in ("more", "rest")),
