@@ -78,7 +78,7 @@ def shape(head_dim: int, dims: tuple[int, int, int], groups: int) -> dict:
     first, more, rest = dims
     return {
         "R": 4, "DP": head_dim, "D": first, "MORE": more, "REST": rest, "ROW": head_dim, "SUBNORMAL": True, "SPU": 1,
-        "N": groups, "LARGEST": LARGEST_ESTIMATE, "SUM": False, "M": units.READ_ON_GROUPS,
+        "N": groups, "LARGEST": LARGEST_ESTIMATE, "SUM": False, "ASM": True, "M": units.READ_ON_GROUPS,
         "RP": units.integer_columns(4),
     }  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_kernels_compile_for_gpus() -> None:
     # as the launchers ask for, where torch is built for AMD
     for_amd = [
         replace(one, constants={
-            key: {"RP": max(8, 2 * value) if key == "RP" else None, "SUBNORMAL": False}.get(key, value)
+            key: {"RP": max(8, 2 * value) if key == "RP" else None, "SUBNORMAL": False, "ASM": False}.get(key, value)
             for key, value in one.constants.items()
         })
         for one in JOBS.values()

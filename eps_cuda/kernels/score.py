@@ -68,18 +68,6 @@ def _places(table_row, g, listed, kv_heads, h, GPU: tl.constexpr):
 
 
 @triton.jit
-def _settle(estimate, R: tl.constexpr, RP: tl.constexpr, LARGEST: tl.constexpr, SUM: tl.constexpr = False):
-    """[BLOCK, RP] of each head -> [BLOCK]: what is not finite becomes LARGEST, then the most of all columns, or the log
-    of the sum of the masses of the first R."""
-    estimate = tl.where(tl.abs(estimate) < float("inf"), estimate, LARGEST)
-    most = tl.max(estimate, axis=1)
-    if not SUM:
-        return most
-    mass = tl.where((tl.arange(0, RP) < R)[None, :], tl.exp(estimate - most[:, None]), 0.0)
-    return most + tl.log(tl.sum(mass, axis=1))
-
-
-@triton.jit
 def _query(turned_row, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr):
     """Return each head's power of two that scales it [2 RP], its inverse [RP], and the sum of its entries [RP]."""
     r, d = tl.arange(0, 2 * RP) // 2, tl.arange(0, DP)

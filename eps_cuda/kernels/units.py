@@ -32,7 +32,6 @@ from eps_cuda.kernels.score import (
     _places,
     _power_of_two,
     _query,
-    _settle,
     code_shape,
 )
 from eps_cuda.kernels.select import Depth, select_best
@@ -76,7 +75,8 @@ def _round_queries(
     head = row * R + r
     tl.store(turned + head * HEAD_DIM + d, t, mask=d < HEAD_DIM)
     tl.store(integers + head * HEAD_DIM + d, tl.where(usable, nearest, 0.0).to(tl.float16), mask=d < HEAD_DIM)
-    tl.store(steps + head, step)
+    # what is not finite makes no head the largest by chance: NaN is in all that it touches
+    tl.store(steps + head, tl.where(step < float("inf"), step, float("nan")))
 
 
 @triton.jit
@@ -161,16 +161,39 @@ def _integer_sums(integers_row, head, D: tl.constexpr, ROW: tl.constexpr, DP: tl
 
 
 @triton.jit
+def _larger(a, b):
+    """The larger of two, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _log(x, ASM: tl.constexpr):
+    """The natural logarithm of x from 1 on: a single instruction on NVIDIA, 2^-22 off; the library's takes twenty."""
+    if ASM:
+        log2 = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return log2 * 0.6931471805599453
+    return tl.log(x)
+
+
+@triton.jit
 def _estimate(
     total, sums, step, shift, scale, R: tl.constexpr, RP: tl.constexpr, SUBNORMAL: tl.constexpr,
-    LARGEST: tl.constexpr, SUM: tl.constexpr,
+    LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """[M] of what bits add up to [M, RP], where `sums` [RP] stand for zero. Columns past R are of the same heads
-    again, which changes no largest."""
+    """[M] of what bits add up to [M, RP], where `sums` [RP] stand for zero: the most of all heads, or the log of the sum
+    of their masses; LARGEST where one is not finite. Columns past R are of the same heads again."""
     ones = total * 16777216.0 if SUBNORMAL else total
     # a scale times these is exact
     estimate = shift + scale[:, None] * (ones - sums[None, :]) * step[None, :]
-    return _settle(estimate, R, RP, LARGEST, SUM)
+    best = tl.reduce(estimate, 1, _larger)
+    if SUM:
+        mass = tl.exp2((estimate - best[:, None]) * 1.4426950408889634)
+        if RP % R == 0:
+            mass = tl.sum(mass, axis=1) * (R / RP)
+        else:
+            mass = tl.sum(tl.where((tl.arange(0, RP) < R)[None, :], mass, 0.0), axis=1)
+        best += _log(mass, ASM)
+    return tl.where(tl.abs(best) < float("inf"), best, LARGEST)
 
 
 @triton.jit(do_not_specialize=["table_units", "groups", "spans", "spans_each"])
@@ -178,7 +201,7 @@ def _score_units(
     integers, steps, bases, codes, second, scale, valid, table, lengths, estimate, table_units, groups, spans,
     kv_heads, spans_each, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
     SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr,
-    LARGEST: tl.constexpr, SUM: tl.constexpr,
+    LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`spans_each` units of one (sequence, kv head), by the first D of ROW dimensions; by all of them and their
     rescoring bits where there is `second`."""
@@ -214,7 +237,7 @@ def _score_units(
                 mask=((n < N) & known)[:, None] & (byte < BYTES)[None, :], other=0,
             )  # fmt: skip
             total = _add_bits(total, packed, of_second, BP, FOLD, SUBNORMAL)
-        best = _estimate(total, sums, step, shift[None, :], by, R, RP, SUBNORMAL, LARGEST, SUM)
+        best = _estimate(total, sums, step, shift[None, :], by, R, RP, SUBNORMAL, LARGEST, SUM, ASM)
         best = tl.where(known, best, tl.where(g * S < length, float("inf"), -float("inf")))
         tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=n < N)
 
@@ -225,7 +248,7 @@ def _read_on(
     counts, table_units, groups, spans, kv_heads, width, through_width, each,
     R: tl.constexpr, D: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr,
     DP: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, LARGEST: tl.constexpr,
-    SUM: tl.constexpr, M: tl.constexpr,
+    SUM: tl.constexpr, ASM: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """`each` listed groups of one (sequence, kv head), by the parts that are given, of D, MORE and REST dimensions, and
     with `second` by their rescoring bits, too. Lists name entries of `through`, or groups where that is None. Estimates
@@ -297,7 +320,7 @@ def _read_on(
             at = (row.to(tl.int64) * spans + span)[:, None] * R + head[None, :]
             shift = tl.load(bases + at, mask=listed[:, None], other=0.0)
             by = _from_byte(tl.load(scale + place, mask=listed, other=0))
-            best = _estimate(total, sums, step, shift, by, R, RP, SUBNORMAL, LARGEST, SUM)
+            best = _estimate(total, sums, step, shift, by, R, RP, SUBNORMAL, LARGEST, SUM, ASM)
             tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=listed)
             if left is not None:
                 tl.store(left + w, best, mask=listed)
@@ -390,6 +413,7 @@ def score_units(
     bases = _bases(query, summary, table, lengths, shared, group_size, mean_bits)
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
     shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE, "num_warps": 1}
+    shared["ASM"] = table.is_cuda and not torch.version.hip
     # of each further pass: how many groups it reads, which parts, and whether rescoring bits
     names = PARTS[len(dims)]
     passes = [(*some, names[: at + 2], False) for at, some in enumerate(depth.cascaded)]
