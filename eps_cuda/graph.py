@@ -40,7 +40,7 @@ VISITED = ("groups", "counts", "selected_mask")  # of a Selection
 class Buffers:
     """Inputs of a step besides weights and cache. B sequences, M units of the padded table."""
 
-    tokens: Tensor  # [B] int64
+    tokens: Tensor  # [B] int32
     slots: Tensor  # [B] int32
     lengths: Tensor  # [B] int32
     wanted: Tensor  # [B] int32 groups that each kv head selects
@@ -55,8 +55,7 @@ class Buffers:
 class Outputs:
     """Results of a step, overwritten by the next one."""
 
-    logits: Tensor  # [B, V] float32
-    skipped_mass: Tensor | None  # [L, B, Hkv] of a sparse step
+    results: Tensor  # float32: whether all K were finite, logits [B, V], skipped mass [L, B, Hkv] of a sparse step
     selected: tuple[Tensor, Tensor, Tensor] | None  # of a draft, all layers: a `Selection`'s groups, counts and visit
 
 
@@ -111,23 +110,26 @@ class StaticStep:
             self.most_cascaded = config.cascade_groups(most_tokens, cache.spec.head_dim)
             self.most_rescored = config.rescored_groups(most_tokens)
 
-        def integers(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        def angles() -> Tensor:
-            return torch.zeros((batch, 1, cache.spec.head_dim), device=device)
-
-        self.buffers = Buffers(
-            tokens=torch.zeros(batch, dtype=torch.int64, device=device),
-            slots=integers(batch),
-            lengths=integers(batch),
-            wanted=integers(batch),
-            cascaded=integers(0 if config is None else len(self.most_cascaded), batch),
-            rescored=integers(batch),
-            table=integers(batch, num_units),
-            cos=angles(),
-            sin=angles(),
-        )
+        head_dim = cache.spec.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "tokens": (batch,), "slots": (batch,), "lengths": (batch,), "wanted": (batch,),
+            "cascaded": (0 if config is None else len(self.most_cascaded), batch), "rescored": (batch,),
+            "table": (batch, num_units), "cos": (batch, 1, head_dim), "sin": (batch, 1, head_dim),
+        }  # fmt: skip
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        # one copy brings all of them: each costs the host more than its bytes
+        self.inputs = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.on_host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device == "cuda")
+        views: list[dict[str, Tensor]] = []
+        for flat in (self.inputs, self.on_host):
+            named = zip(shapes.items(), flat.split(sizes), strict=True)
+            floats = ("cos", "sin")
+            views.append({
+                name: (part.view(torch.float32) if name in floats else part).view(shape)
+                for (name, shape), part in named
+            })  # fmt: skip
+        self.buffers = Buffers(**views[0])
+        self.places = {name: view.numpy() for name, view in views[1].items()}
         if config is not None:
             cascaded = tuple(zip(self.buffers.cascaded, self.most_cascaded, strict=True))
             rescored = self.buffers.rescored, self.most_rescored
@@ -135,19 +137,19 @@ class StaticStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: Outputs | None = None
 
-    @torch.inference_mode()
     def fill(self, **arrays: np.ndarray) -> None:
-        """Copies this step's numbers to their places; a table narrower than its place is padded with -1."""
+        """Takes this step's numbers; a table narrower than its place is padded with -1. The step before must be over:
+        its copy reads the same memory."""
         for name, array in arrays.items():
-            place: Tensor = getattr(self.buffers, name)
+            place = self.places[name]
             if name == "table":
-                padded = np.full(tuple(place.shape), -1, np.int32)
-                padded[:, : array.shape[1]] = array
-                array = padded
-            place.copy_(torch.from_numpy(np.ascontiguousarray(array)), non_blocking=True)
+                place[:, array.shape[1] :] = -1
+                place = place[:, : array.shape[1]]
+            place[...] = array
 
     @torch.inference_mode()
     def __call__(self, model: Any, cache: Cache) -> Outputs:
+        self.inputs.copy_(self.on_host, non_blocking=True)
         if cache.device != "cuda":
             return self.compute(model, cache)
         if self.graph is None:
@@ -202,7 +204,9 @@ class StaticStep:
                 torch.stack([getattr(one, name) for one in selections]) for name in VISITED
             )
             selected = groups, counts, selected_mask.bool()
-        return Outputs(model.logits(x), None if masses is None else skipped_shares(masses), selected)
+        finite = torch.stack(cache.finite).all().float()
+        results = [finite, model.logits(x), *([] if masses is None else [skipped_shares(masses)])]
+        return Outputs(torch.cat([one.reshape(-1) for one in results]), selected)
 
 
 def attend_static(
@@ -254,19 +258,21 @@ def _static(model: Any, cache: Cache, plan: StepPlan, sparse: bool, draft: bool 
 
 def _advance(
     static: StaticStep, model: Any, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan
-) -> Outputs:
-    """Runs a step whose budget is in place."""
+) -> tuple[np.ndarray, np.ndarray, Outputs]:
+    """Runs a step whose budget is in place: (logits [B, V], skipped mass [L * B * Hkv] or [], both on the host, ..)."""
     if static.finite is None:
         dispatch.plan_step(cache, slots)
     else:
         for layer in range(cache.spec.num_layers):
             invalidate(cache, layer, slots)
     ((cos, sin),) = model.angles(plan.lengths - 1)
-    static.fill(
-        tokens=np.asarray(tokens, np.int64), slots=slots.astype(np.int32), lengths=plan.lengths.astype(np.int32),
-        table=plan.table, cos=cos, sin=sin,
-    )  # fmt: skip
-    return static(model, cache)
+    static.fill(tokens=np.asarray(tokens), slots=slots, lengths=plan.lengths, table=plan.table, cos=cos, sin=sin)
+    outputs = static(model, cache)
+    # the one wait
+    finite, logits, shares = np.split(outputs.results.cpu().numpy(), [1, 1 + len(tokens) * model.spec.vocab_size])
+    if static.finite is None and not finite:
+        check_finite(cache)
+    return logits.reshape(len(tokens), -1), shares, outputs
 
 
 @torch.inference_mode()
@@ -277,8 +283,7 @@ def dense_step(
     if not covers_dense(cache):
         return None
     static = _static(model, cache, plan, sparse=False)
-    logits = _advance(static, model, cache, tokens, slots, plan).logits.cpu().numpy()
-    check_finite(cache)
+    logits, _, _ = _advance(static, model, cache, tokens, slots, plan)
     return cache, StepOutput(logits, cache.spec.num_layers * plan.dense_kv_bytes(cache.spec))
 
 
@@ -298,14 +303,11 @@ def step(
     if int(uniform.max()) > static.width:
         return None
     static.fill(
-        wanted=uniform.astype(np.int32), rescored=plan.rescored.astype(np.int32),
+        wanted=uniform, rescored=plan.rescored,
         cascaded=np.array(plan.cascaded(spec.head_dim), np.int32).reshape(tuple(static.buffers.cascaded.shape)),
     )  # fmt: skip
-    outputs = _advance(static, model, cache, tokens, slots, plan)
-    assert outputs.skipped_mass is not None
-    logits, unread = outputs.logits.cpu().numpy(), outputs.skipped_mass.cpu().numpy()
-    if not draft:
-        check_finite(cache)
+    logits, shares, outputs = _advance(static, model, cache, tokens, slots, plan)
+    unread = shares.reshape(spec.num_layers, len(tokens), spec.num_kv_heads)
     counts = np.repeat(uniform[:, None], spec.num_kv_heads, axis=1)
     kv_bytes, summary_bytes = plan.kv_bytes(spec, int(counts.sum())), plan.summary_bytes(spec)
     layers = [

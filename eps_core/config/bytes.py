@@ -1,6 +1,7 @@
 """The byte arithmetic that follows from a configuration: the one definition of every counted byte."""
 
 from collections.abc import Iterable
+from functools import cache
 from operator import mul
 
 from eps_core.config.cache import CacheConfig, CacheSpec
@@ -9,6 +10,7 @@ from eps_core.config.formats import EXACT, KvFormats
 from eps_core.summaries import table
 
 
+@cache  # every step asks
 def second_bit_bytes(cache_config: CacheConfig, head_dim: int) -> int:
     """Bytes of the rescoring bit of codes and its scale per (layer, kv head, group): stored of all, read of the
     best."""
@@ -16,13 +18,14 @@ def second_bit_bytes(cache_config: CacheConfig, head_dim: int) -> int:
     return sum(field.num_bytes for field in fields if field.best_only) // cache_config.groups_per_span
 
 
-def part_bytes(cache_config: CacheConfig, head_dim: int) -> list[int]:
+@cache  # every step asks
+def part_bytes(cache_config: CacheConfig, head_dim: int) -> tuple[int, ...]:
     """Bytes of each part of a code after the first per (layer, kv head, group): read of the best by those before."""
     fields = table.fields(cache_config, head_dim).values()
     later = range(1, table.num_parts(cache_config, head_dim))
-    return [
+    return tuple(
         sum(field.num_bytes for field in fields if field.part == part) // cache_config.groups_per_span for part in later
-    ]
+    )
 
 
 def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> int:
@@ -51,6 +54,7 @@ def correction_bytes(cache_config: CacheConfig, head_dim: int, num_tokens: int) 
     )
 
 
+@cache  # every step asks
 def span_bytes(cache_config: CacheConfig, head_dim: int) -> int:
     """Bytes stored per (layer, kv head) of what is summarised together, `CacheConfig.groups_per_span` groups."""
     return sum(field.num_bytes for field in table.fields(cache_config, head_dim).values())

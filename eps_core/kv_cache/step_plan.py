@@ -169,26 +169,24 @@ class StepPlan(Shared):
         """Return how many of these are not sink or recent tokens [B] int64: they must be selected too."""
 
         def count() -> np.ndarray:
-            missing = self._missing_spans(state)
-            first = np.arange(missing.shape[1]) * state.groups_per_span
-            begin = np.maximum(first, self.selectable[:, :1])
-            end = np.minimum(
-                first + state.groups_per_span, self.selectable[:, 1:]
-            )  # which is not past the sequence's end
-            found: np.ndarray = (np.maximum(end - begin, 0) * missing).sum(axis=1)
-            return found
+            return self._num_selectable(state, self._missing_spans(state))
 
         return self.once(self._of_state("num_missing", state), count)
 
     def num_always_selected_after_write(self, state: GroupState, finalizes: bool) -> np.ndarray:
         """Return how many groups of each sequence are always selected [B] int64 once the step has written its token,
         which `state` does not know of yet. `finalizes`: a group that the token fills gets its summary."""
-        cache_config = self.config.cache_config
-        together = np.arange(self.num_groups) // cache_config.groups_per_span
-        written = (together == ((self.lengths - 1) // cache_config.span_tokens)[:, None]) & self.inside
-        fills = (self.lengths % cache_config.span_tokens == 0)[:, None] & finalizes
-        missing = np.where(written, ~fills, self.missing(state)) & ~self.always_selected
-        found: np.ndarray = self.num_always_selected + missing.sum(axis=1)
+        missing, span_tokens = self._missing_spans(state).copy(), self.config.cache_config.span_tokens
+        fills = (self.lengths % span_tokens == 0) & finalizes
+        missing[np.arange(len(missing)), (self.lengths - 1) // span_tokens] = ~fills
+        return self.num_always_selected + self._num_selectable(state, missing)
+
+    def _num_selectable(self, state: GroupState, spans: np.ndarray) -> np.ndarray:
+        """Groups of each sequence that lie in the spans of a mask and are not sink or recent tokens [B] int64."""
+        first = np.arange(spans.shape[1]) * state.groups_per_span
+        begin = np.maximum(first, self.selectable[:, :1])
+        end = np.minimum(first + state.groups_per_span, self.selectable[:, 1:])  # not past the sequence's end
+        found: np.ndarray = (np.maximum(end - begin, 0) * spans).sum(axis=1)
         return found
 
     def _missing_spans(self, state: GroupState) -> np.ndarray:

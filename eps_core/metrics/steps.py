@@ -148,9 +148,8 @@ def step_record(
     statistics (method off) selected every group."""
     num_heads = spec.num_kv_heads
     if output.layers:
-        selected = np.stack([layer.counts.sum(axis=0) for layer in output.layers]).astype(np.int64)
-        total = np.stack([_each_head(layer.groups, num_heads).sum(axis=0) for layer in output.layers])
-        always_selected = sum(int(_each_head(layer.always_selected, num_heads).sum()) for layer in output.layers)
+        selected, total, always = (_sums(output.layers, name, num_heads) for name in _COUNTS)
+        always_selected = int(always.sum())
     else:
         groups = [sum(-(-length // config.cache_config.S) for length in layer) for layer in spec.attended(lengths)]
         selected = total = np.repeat(np.array(groups, np.int64)[:, None], num_heads, axis=1)
@@ -205,9 +204,19 @@ def step_record(
     return record
 
 
-def _each_head(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """[B], of every head alike, or [B, Hkv] as int64 [B, Hkv]."""
-    return np.broadcast_to(values.reshape(len(values), -1), (len(values), num_heads)).astype(np.int64)
+_COUNTS = "counts", "groups", "always_selected"  # of LayerStats
+
+
+def _sums(layers: Sequence[LayerStats], name: str, num_heads: int) -> np.ndarray:
+    """Counts of every layer, [B] of every head alike or [B, Hkv], summed over sequences: [L, Hkv] int64. Most layers
+    share one array, which is summed once."""
+    found: dict[int, np.ndarray] = {}
+    for layer in layers:
+        values: np.ndarray = getattr(layer, name)
+        if id(values) not in found:
+            summed = values.reshape(len(values), -1).sum(axis=0, dtype=np.int64)
+            found[id(values)] = np.broadcast_to(summed, num_heads)
+    return np.stack([found[id(getattr(layer, name))] for layer in layers])
 
 
 def _largest(values: np.ndarray) -> np.ndarray:

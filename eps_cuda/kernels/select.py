@@ -169,8 +169,8 @@ def _find_threshold(
     CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, SCALES: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Leaves in `chunk_counts` how many of each run lie above the interval, and in `scales` two values: what reaches the
-    higher is taken, and of what reaches the lower alone as many as `state` says, the lower indices first."""
+    """Leaves in `chunk_counts` how many of each run lie above the interval, and in `scales` two values: what reaches
+    the higher is taken, and of what reaches the lower alone as many as `state` says, the lower indices first."""
     INFINITE: tl.constexpr = 0x7F800000
     LOWEST: tl.constexpr = -0x80000000
     chunk, row = tl.program_id(0), tl.program_id(1)

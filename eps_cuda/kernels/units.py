@@ -37,8 +37,8 @@ from eps_cuda.kernels.score import (
 from eps_cuda.kernels.select import Depth, select_best
 from eps_cuda.kernels.write import LEAST_WIDTH
 
-# Change speed only. Programs of one warp wait for no other; each takes so much that all of them run at once, and what it
-# needs of the query is made once
+# Change speed only. Programs of one warp wait for no other; each takes so much that all of them run at once, and what
+# it needs of the query is made once
 PROGRAMS = 16  # of a multiprocessor
 READ_ON_GROUPS = 64  # that a further pass takes at a time
 
@@ -132,7 +132,7 @@ def _columns(
         used = (byte < BYTES) & (bit < 8) & (d < D)
         a = tl.load(integers_row + head[None, :] * ROW + d[:, None], mask=used[:, None], other=0.0).to(tl.float32)
         unshift = ((127 - bit) << 23).to(tl.float32, bitcast=True) * WEIGHT
-        columns = columns + ((a * unshift[:, None]).to(tl.float16),)  # noqa: RUF005  Triton knows no unpacking
+        columns = columns + ((a * unshift[:, None]).to(tl.float16),)  # type: ignore[assignment]  # noqa: RUF005  Triton's
     return columns
 
 
@@ -180,8 +180,8 @@ def _estimate(
     total, sums, step, shift, scale, R: tl.constexpr, RP: tl.constexpr, SUBNORMAL: tl.constexpr,
     LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """[M] of what bits add up to [M, RP], where `sums` [RP] stand for zero: the most of all heads, or the log of the sum
-    of their masses; LARGEST where one is not finite. Columns past R are of the same heads again."""
+    """[M] of what bits add up to [M, RP], where `sums` [RP] stand for zero: the most of all heads, or the log of the
+    sum of their masses; LARGEST where one is not finite. Columns past R are of the same heads again."""
     ones = total * 16777216.0 if SUBNORMAL else total
     # a scale times these is exact
     estimate = shift + scale[:, None] * (ones - sums[None, :]) * step[None, :]
@@ -349,7 +349,8 @@ def round_queries(q: Tensor, signs: Tensor, kv_heads: int, first: tuple[Tensor, 
     integers = torch.empty(shape, dtype=torch.float16, device=q.device)
     steps = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
     padded = max(_power_of_two(head_dim), LEAST_WIDTH)
-    anchors, k_pool, table, strides = None, None, None, (0, 0, 0)
+    anchors, k_pool, table = None, None, None
+    strides: tuple[int, ...] = (0, 0, 0)
     if first is not None:
         k_pool, table = first
         assert k_pool.stride(-1) == 1 and table.is_contiguous()
@@ -421,9 +422,9 @@ def score_units(
         passes.append((*depth.rescored, names, True))
     sums = query.anchors is not None  # in what is read last
     spans_each = _each(rows, spans, table.device)
-    second, by = ("second", "second_scale") if depth.at_once else (None, "scale")
+    second, by = (summary["second"], summary["second_scale"]) if depth.at_once else (None, summary["scale"])
     _score_units[(triton.cdiv(spans, spans_each), rows)](
-        query.integers, query.steps, bases, summary["codes"], summary.get(second), summary[by], valid, table, lengths, estimate,
+        query.integers, query.steps, bases, summary["codes"], second, by, valid, table, lengths, estimate,
         table.shape[1], groups, spans, kv_heads, spans_each, **shared, RP=integer_columns(repeat), S=group_size,
         NP=max(_power_of_two(together), 16), SUM=sums and not passes,
     )  # fmt: skip
