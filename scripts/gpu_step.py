@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -26,16 +25,23 @@ from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
 from eps_core.models.config import DEMO_MODEL
 
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4096, 14336, 32, 8, 128, 4096
-WARM_STEPS, STEPS = 8, 40
+SHAPES = {  # hidden, inner, query heads, kv heads, head_dim, vocabulary, warm and timed steps
+    "8b": (4096, 14336, 32, 8, 128, 4096, 8, 24),
+    "tiny": (128, 256, 4, 2, 32, 512, 1, 2),
+}
+CONFIGS = {
+    "dense": EpsConfig(), "EPS": EpsConfig.of(method="rq"),
+    "EPS, codes at once": EpsConfig.of(method="rq", cascade=(), rescore=1.0),
+}  # fmt: skip
 
 
-def make_model(folder: Path, layers: int, device: str) -> Path:
+def make_model(folder: Path, shape: str, layers: int, device: str) -> Path:
     """Random bfloat16 weights in Hugging Face's layout, with the demo model's tokenizer."""
+    hidden, inner, heads, kv_heads, head_dim, vocabulary, *_ = SHAPES[shape]
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
-        "intermediate_size": INNER, "num_hidden_layers": layers, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCABULARY, "rope_theta": 500000.0,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocabulary, "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 256,
         "eos_token_id": 257, "torch_dtype": "bfloat16", "max_position_embeddings": 2**20,
     }  # fmt: skip
@@ -44,26 +50,26 @@ def make_model(folder: Path, layers: int, device: str) -> Path:
     def normal(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=generator, device=device) * 0.02).bfloat16().cpu()
 
-    weights = {"model.embed_tokens.weight": normal(VOCABULARY, HIDDEN), "model.norm.weight": normal(HIDDEN) + 1}
+    weights = {"model.embed_tokens.weight": normal(vocabulary, hidden), "model.norm.weight": normal(hidden) + 1}
     for layer in range(layers):
         at = f"model.layers.{layer}."
-        for name, shape in (
-            ("self_attn.q_proj", (HEADS * HEAD_DIM, HIDDEN)), ("self_attn.k_proj", (KV_HEADS * HEAD_DIM, HIDDEN)),
-            ("self_attn.v_proj", (KV_HEADS * HEAD_DIM, HIDDEN)), ("self_attn.o_proj", (HIDDEN, HEADS * HEAD_DIM)),
-            ("mlp.gate_proj", (INNER, HIDDEN)), ("mlp.up_proj", (INNER, HIDDEN)), ("mlp.down_proj", (HIDDEN, INNER)),
+        for name, sizes in (
+            ("self_attn.q_proj", (heads * head_dim, hidden)), ("self_attn.k_proj", (kv_heads * head_dim, hidden)),
+            ("self_attn.v_proj", (kv_heads * head_dim, hidden)), ("self_attn.o_proj", (hidden, heads * head_dim)),
+            ("mlp.gate_proj", (inner, hidden)), ("mlp.up_proj", (inner, hidden)), ("mlp.down_proj", (hidden, inner)),
         ):  # fmt: skip
-            weights[f"{at}{name}.weight"] = normal(*shape)
+            weights[f"{at}{name}.weight"] = normal(*sizes)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{at}{name}.weight"] = normal(HIDDEN) + 1
+            weights[f"{at}{name}.weight"] = normal(hidden) + 1
     save_file(weights, folder / "model.safetensors")
     (folder / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def step_ms(session: Session, prefix: Prefix, batch: int, config: EpsConfig) -> float:
+def step_ms(session: Session, prefix: Prefix, batch: int, config: EpsConfig, warm_steps: int, num_steps: int) -> float:
     """The median milliseconds of a step of `batch` sequences that hold the prefix's tokens."""
-    room, length = WARM_STEPS + STEPS, len(prefix.tokens)
+    room, length = warm_steps + num_steps, len(prefix.tokens)
     cache, pool = session.cache(config.cache_config, batch * (length + room + 128))
     sequences = []
     for _ in range(batch):
@@ -78,40 +84,44 @@ def step_ms(session: Session, prefix: Prefix, batch: int, config: EpsConfig) -> 
         start = time.perf_counter()
         next(steps)
         times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times[WARM_STEPS:])
+    return statistics.median(times[warm_steps:])
 
 
 @click.command()
 @click.option("--cells", default="32768x1,131072x1,65536x4", show_default=True, help="context x batch, ...")
-@click.option("--layers", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--layers", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="8b", show_default=True)
 @click.option("--device", default="cuda", show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-def main(cells: str, layers: int, device: str, output: Path) -> None:
+def main(cells: str, layers: int, shape: str, device: str, output: Path) -> None:
     require(device != "cuda" or torch.cuda.is_available(), "no CUDA device is there: run on a machine with a GPU")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, output.open("w") as out:
-        session = Session.open(make_model(Path(folder), layers, device), "cuda", device, "bfloat16", kernels="triton")
+        model, dtype = make_model(Path(folder), shape, layers, device), "bfloat16" if device == "cuda" else "float32"
+        session = Session.open(model, "cuda", device, dtype, kernels="triton")
+        *_, kv_heads, head_dim, _, warm_steps, num_steps = SHAPES[shape]
         name = torch.cuda.get_device_name() if device == "cuda" else device
         for cell in cells.split(","):
             context, batch = (int(number) for number in cell.split("x"))
             generator = torch.Generator(device).manual_seed(context)
 
             def random() -> torch.Tensor:
-                shape = (context, KV_HEADS, HEAD_DIM)  # noqa: B023  used at once
-                return torch.randn(shape, generator=generator, device=device).bfloat16()  # noqa: B023
+                numbers = torch.randn((context, kv_heads, head_dim), generator=generator, device=device)  # noqa: B023
+                return numbers.bfloat16() if device == "cuda" else numbers
 
             prefix = Prefix([65] * context, [(random(), random()) for _ in range(layers)])
-            ms: dict[str, float] = {}
-            for config in (EpsConfig.of(), EpsConfig.of(method="rq")):
-                ms[config.method] = step_ms(session, prefix, batch, config)
-            record: dict[str, Any] = {
-                "type": "step", "device_name": name, "layers": layers, "context": context, "batch": batch,
-                "dense_ms": round(ms["off"], 3), "sparse_ms": round(ms["rq"], 3),
-                "weights_bytes": sum(one.nbytes for one in session.decoder.model.weights.values()),
+            ms = {
+                name: round(step_ms(session, prefix, batch, config, warm_steps, num_steps), 3)
+                for name, config in CONFIGS.items()
+            }
+            record = {
+                "type": "step", "device_name": name, "shape": shape, "layers": layers, "context": context,
+                "batch": batch, "step_ms": ms, "weights_bytes": session.decoder.model.weight_bytes,
             }  # fmt: skip
             out.write(json.dumps(record) + "\n")
             out.flush()
-            print(f"{context} x {batch}, {layers} layers: dense {ms['off']:.2f} ms, sparse {ms['rq']:.2f} ms a step")
+            told = ", ".join(f"{name} {one:.2f}" for name, one in ms.items())
+            print(f"{context} x {batch}, {layers} layers, ms a step: {told}")
 
 
 if __name__ == "__main__":

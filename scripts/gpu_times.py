@@ -1,6 +1,7 @@
 """Where a captured layer's time goes on a GPU: microseconds of every kernel, beside dense attention and a copy.
 
     python scripts/gpu_times.py -o results/gpu/times.jsonl
+    python scripts/gpu_times.py --check            (kernels against array operations, and nothing else)
 
 A cell is one layer of 32 query and 8 kv heads of 128 dimensions in bfloat16 at a context and a batch. Several layers,
 each with K, V and summaries of its own, are captured in one CUDA graph, so that no layer finds its bytes in the cache
@@ -13,6 +14,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +29,13 @@ from torch.nn.functional import scaled_dot_product_attention
 import eps_cuda
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.kernel_check import disagreement as disagreement_of_kernels
 from eps_core.errors import exit_code, require
 from eps_core.kv_cache.step_plan import StepPlan
+from eps_core.metrics.provenance import provenance
 from eps_cuda.bench import capture
 from eps_cuda.cache import Cache
+from eps_cuda.device import DTYPES
 from eps_cuda.graph import BUCKET_TOKENS, attend_static
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
@@ -41,6 +46,7 @@ LEAST_BYTES = 400 * 2**20  # of K and V of all layers together: several times a 
 MOST_LAYERS = 16
 SHORTER = 20  # tokens than the context: most steps end within a unit, whose summary is not made yet
 COPY_BYTES = 2**30
+DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 TOLERANCE = 0.02  # of bfloat16 outputs, of the largest
 
 
@@ -48,9 +54,10 @@ def layers_of(context: int, batch: int, config: EpsConfig, device: str) -> tuple
     """A cache of as many layers as a cell needs, all with the same tokens, the plan of a step, and its query."""
     unit = config.cache_config.unit_tokens
     kv_bytes = 4 * context * batch * KV_HEADS * HEAD_DIM
-    layers = min(max(-(-LEAST_BYTES // kv_bytes), 2), MOST_LAYERS)
+    layers = min(max(-(-LEAST_BYTES // kv_bytes), 2), MOST_LAYERS) if device == "cuda" else 2
+    dtype = DTYPES[DTYPE[device]]
     held = -(-context // unit)
-    spec = CacheSpec(layers, KV_HEADS, HEAD_DIM, batch * held, "bfloat16", max(8, batch))
+    spec = CacheSpec(layers, KV_HEADS, HEAD_DIM, batch * held, DTYPE[device], max(8, batch))
     cache = eps_cuda.new_cache(spec, config.cache_config, device, kernels="triton")
     order = np.random.default_rng(0).permutation(batch * held).astype(np.int32).reshape(batch, held)
     generator = torch.Generator(device).manual_seed(0)
@@ -66,18 +73,18 @@ def layers_of(context: int, batch: int, config: EpsConfig, device: str) -> tuple
             k = 0.7 * (centres[labels.repeat_interleave(32)[: len(tokens)]] + normal(len(tokens), KV_HEADS, HEAD_DIM))
             v = normal(len(tokens), KV_HEADS, HEAD_DIM)
             slots = order[b, tokens // unit].astype(np.int64) * unit + tokens % unit
-            eps_cuda.write_kv(cache, 0, k.bfloat16(), v.bfloat16(), slots)
+            eps_cuda.write_kv(cache, 0, k.to(dtype), v.to(dtype), slots)
     for layer in range(1, layers):
         for name, array in cache.summaries[0].items():
             cache.summaries[layer][name].copy_(array)
         pairs = (cache.k, cache.v, cache.valid)
         for arrays in pairs:
             arrays[layer].copy_(arrays[0])  # type: ignore[union-attr]
-    bucket = BUCKET_TOKENS // unit
+    bucket = BUCKET_TOKENS // unit if device == "cuda" else 1
     table = np.full((batch, -(-held // bucket) * bucket), -1, np.int32)
     table[:, :held] = order
     q = normal(batch, Q_HEADS, HEAD_DIM) + centres[:batch].repeat_interleave(Q_HEADS // KV_HEADS, 1)
-    return cache, StepPlan.of(config, table, np.full(batch, context - SHORTER)), q.bfloat16()
+    return cache, StepPlan.of(config, table, np.full(batch, context - SHORTER)), q.to(dtype)
 
 
 def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Any]]:
@@ -195,38 +202,81 @@ def copy_gbps(device: str) -> float:
     return 2 * COPY_BYTES / median_us(lambda: target.copy_(source)) / 1000
 
 
+def check(device: str) -> None:
+    """Compiles every kernel at two shapes and compares them with array operations. Raises ConfigError where they
+    disagree."""
+    for head_dim, dtype in ((128, "bfloat16"), (64, "float32")) if device == "cuda" else ((32, "float32"),):
+        spec = CacheSpec(1, 2, head_dim, 8, dtype)
+        start = time.perf_counter()
+        found = disagreement_of_kernels(
+            eps_cuda, device, "triton", spec, 8, EpsConfig.of(method="rq"), verified=True
+        )  # fmt: skip
+        require(found is None, f"kernels and array operations at {head_dim} x {dtype}: {found}")
+        print(f"kernels agree with array operations: D {head_dim}, {dtype}, {time.perf_counter() - start:.0f} s")
+
+
 @torch.inference_mode()
-def measure(context: int, batch: int, config: EpsConfig, roof: float) -> dict[str, Any]:
-    cache, plan, q = layers_of(context, batch, config, "cuda")
-    layers = cache.spec.num_layers
-    run = sparse(cache, plan, q)
-    first = run()[0]
-    wrong = disagreement(cache, plan, q, first)
+def measure(context: int, batch: int, config: EpsConfig, roof: float, device: str) -> dict[str, Any]:
+    """One cell; without a GPU its sparse output is checked, and nothing timed."""
+    cache, plan, q = layers_of(context, batch, config, device)
+    layers, run = cache.spec.num_layers, sparse(cache, plan, q)
+    wrong = disagreement(cache, plan, q, run()[0])
     require(wrong < TOLERANCE, f"{context} x {batch}: the sparse output is wrong by {wrong:.3f}")
-    replay = capture(run)
-    assert replay is not None
+    kv_bytes = plan.dense_kv_bytes(cache.spec)
+    read_bytes = plan.kv_bytes(cache.spec, int(plan.budget(plan.num_always_selected).sum()) * KV_HEADS)
+    record = {
+        "type": "layer", "context": context, "batch": batch, "layers": layers, "wrong_by": round(wrong, 5),
+        "dense_kv_bytes": kv_bytes, "kv_bytes": read_bytes, "summary_bytes": plan.summary_bytes(cache.spec),
+    }  # fmt: skip
+    replay = capture(run) if device == "cuda" else None
+    if replay is None:
+        return record
     variants = {name: capture(one) for name, one in dense(cache, plan, q).items()}
     dense_us = {name: median_us(one) / layers for name, one in variants.items() if one is not None}
-    kv_bytes = plan.dense_kv_bytes(cache.spec)
-    ideal_us = kv_bytes / (0.9 * roof) / 1000
-    step_us = median_us(replay) / layers
-    return {
-        "type": "layer", "context": context, "batch": batch, "layers": layers, "step_us": round(step_us, 2),
+    return record | {
+        "step_us": round(median_us(replay) / layers, 2),
         "dense_us": {name: round(one, 2) for name, one in dense_us.items()},
-        "dense_at_90_percent_us": round(ideal_us, 2), "dense_kv_bytes": kv_bytes, "wrong_by": round(wrong, 5),
-        "kernels": kernels_of(replay, layers),
+        "dense_at_90_percent_us": round(kv_bytes / (0.9 * roof) / 1000, 2), "kernels": kernels_of(replay, layers),
     }  # fmt: skip
+
+
+def goals(records: list[dict[str, Any]]) -> list[str]:
+    """The goals of a layer with what was measured of them."""
+    found = {(record["context"], record["batch"]): record for record in records}
+    lines = []
+    for cell, least in (((65536, 4), 5.0), ((32768, 1), 2.0)):
+        if cell in found:
+            one = found[cell]
+            times = min([*one["dense_us"].values(), one["dense_at_90_percent_us"]]) / one["step_us"]
+            word = "met" if times >= least else "missed"
+            lines.append(f"{cell[0]} x {cell[1]}: {times:.2f} times as fast as dense, goal {least:g}: {word}")
+    if (65536, 4) in found:
+        one = found[65536, 4]
+        attention = sum(k["us"] for name, k in one["kernels"].items() if name.startswith(("attend", "merge")))
+        share = (one["step_us"] - attention) / min([*one["dense_us"].values(), one["dense_at_90_percent_us"]])
+        word = "met" if share <= 0.1 else "missed"
+        lines.append(f"65536 x 4: all but attention takes {share:.0%} of dense, goal 10%: {word}")
+    return lines
 
 
 @click.command()
 @click.option("--cells", default="32768x1,65536x4,131072x1,131072x8", show_default=True, help="context x batch, ...")
-@click.option("--settings", default="{}", show_default=True, help='of EPS, as JSON: {"cascade": []}')
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-def main(cells: str, settings: str, output: Path) -> None:
-    require(torch.cuda.is_available(), "no CUDA device is there: run on a machine with a GPU")
+@click.option("--settings", default="{}", show_default=True, help='of EPS, as JSON: {"cascade": [], "rescore": 1.0}')
+@click.option("--device", default="cuda", show_default=True, help="cpu: an interpreter, which checks and times nothing")
+@click.option("--check", "only_check", is_flag=True, help="compare kernels with array operations and stop")
+@click.option("-o", "--output", type=click.Path(path_type=Path))
+def main(cells: str, settings: str, device: str, only_check: bool, output: Path | None) -> None:
+    has_gpu = device == "cuda"
+    require(not has_gpu or torch.cuda.is_available(), "no CUDA device is there: run on a machine with a GPU")
+    if only_check:
+        check(device)
+        return
+    require(output is not None, "-o is missing: give a JSONL file")
+    assert output is not None
     config = EpsConfig.of(**{"method": "rq", **json.loads(settings)})
     output.parent.mkdir(parents=True, exist_ok=True)
-    facts, roof = torch.cuda.get_device_properties(0), copy_gbps("cuda")
+    name, roof = (torch.cuda.get_device_name(), copy_gbps(device)) if has_gpu else (device, 1.0)
+    records = []
     with output.open("w") as out:
 
         def line(record: dict[str, Any]) -> None:
@@ -234,21 +284,27 @@ def main(cells: str, settings: str, output: Path) -> None:
             out.flush()
 
         line({
-            "type": "run", "device_name": facts.name, "multiprocessors": facts.multi_processor_count,
-            "torch": torch.__version__, "copy_gbps": round(roof), "q_heads": Q_HEADS, "kv_heads": KV_HEADS,
-            "head_dim": HEAD_DIM, "dtype": "bfloat16", "config": config.to_dict(),
+            "type": "run", "device_name": name, **provenance(eps_cuda.versions()), "copy_gbps": round(roof),
+            "q_heads": Q_HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": DTYPE[device],
+            "config": config.to_dict(),
         })  # fmt: skip
-        print(f"{facts.name}: copies {roof:.0f} GB/s")
         for cell in cells.split(","):
             context, batch = (int(number) for number in cell.split("x"))
-            record = measure(context, batch, config, roof)
+            record = measure(context, batch, config, roof, device)
             line(record)
+            if not has_gpu:
+                print(f"{context} x {batch}: the sparse output is right to {record['wrong_by']}")
+                continue
+            records.append(record)
             torch.cuda.empty_cache()
             told = ", ".join(f"{name} {us}" for name, us in record["dense_us"].items())
             print(f"{context} x {batch}: step {record['step_us']} us, dense {told}, "
-                  f"at 90 % of the copy {record['dense_at_90_percent_us']}; {record['layers']} layers")  # fmt: skip
-            for name, one in record["kernels"].items():
-                print(f"    {one['us']:8.1f} us  {one['launches']:5.2f} launches  {name}")
+                  f"at 90 % of the copy's {roof:.0f} GB/s {record['dense_at_90_percent_us']}")  # fmt: skip
+            for kernel, one in record["kernels"].items():
+                print(f"    {one['us']:8.1f} us  {one['launches']:5.2f} launches  {kernel}")
+        if records:
+            line({"type": "goals", "goals": goals(records)})
+            print("\n".join(goals(records)))
 
 
 if __name__ == "__main__":

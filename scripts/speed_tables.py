@@ -10,13 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import targets
-
-from eps_core.errors import exit_code
+from eps_core.errors import ConfigError, exit_code
 from eps_core.io import inputs
-from eps_core.io.records import Name, Positive, read_record
+from eps_core.io.records import Between, Count, Name, Positive, read_record
 from eps_core.io.schema import current
 
 PLATFORM = {"sdpa gqa", "sdpa rows", "grouped matmul", "flex", "flashinfer"}
@@ -34,13 +32,28 @@ WHOLE_STEP = {
 }
 
 
+# the kinds of what is read back of a cell of bench
+CELL = {
+    **RATIOS, **dict.fromkeys(("context", "batch", "group_size"), Count),
+    **dict.fromkeys(("method", "best_dense", "dtype"), Name), "arms": dict[str, Any], "best_dense_ms": Positive,
+}  # fmt: skip
+VARIANT = {"ms": Positive, "bytes": Annotated[float, Between(0, 1e18)] | None}
+
+
 def cells(path: Path, *needed: str) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """(a cell, milliseconds of its variants by name); the `needed` variants are there."""
-    for cell in targets.load_lines([path])[1]:
-        read_record({**RATIOS, "dtype": Name}, cell, cell["where"], MEND)
+    """(a cell of `eps-proto bench -o`, milliseconds of its variants by name); the `needed` variants are there."""
+    for place, line in inputs.read_jsonl(path, "results", MEND):
+        if line.get("type") != "bench":
+            continue
+        cell = read_record(CELL, line, place, MEND)
+        ms = {
+            name: read_record(VARIANT, variant, f"{place}: variant {name}", MEND)["ms"]
+            for name, variant in cell["arms"].items()
+        }
         for name in needed:
-            targets.arm_of(cell, name)
-        yield cell, {variant: stats["ms"] for variant, stats in cell["arms"].items()}
+            if name not in ms:
+                raise ConfigError(f"{place}: no variant {name}: {MEND}")
+        yield cell, ms
 
 
 def row(*values: object) -> str:

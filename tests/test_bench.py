@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import targets
 from conftest import REQUESTED
 
 from eps_core.bench import layer as layer_module
@@ -395,42 +394,6 @@ def test_scaling_is_a_preset_of_contexts(bench: Bench, monkeypatch: pytest.Monke
         ("rq", 2),
         ("box", 128),
     ]
-
-
-def target_cell(size: int, method: str, **more: Any) -> dict[str, Any]:
-    """A cell of 64k x 4 in which attention reads a second 90 % of a copy bandwidth of 100 GB/s."""
-    variants = {"attend": {"ms": 1.0, "bytes": 90_000_000}, "score": {"ms": 0.02}, "select": {"ms": 0.01}}
-    variants |= {"step": {"ms": 1.2}, "step (graph)": {"ms": 1.0}}
-    return {
-        "type": "bench", "context": 65536, "batch": 4, "method": method, "group_size": size, "asked": {"bytes": 0.1},
-        "arms": variants, "best_dense": "sdpa rows", "best_dense_ms": 6.0, "graphed_step_ms": 1.0, "interpreted": False,
-        **more,
-    }  # fmt: skip
-
-
-def test_targets_are_judged_from_the_record(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run = {
-        "type": "run", "command": "bench", "backend": "cuda", "device": "cuda", "versions": {}, "git_commit": None,
-        "bandwidth": {"copy_gbps": 100.0},
-    }  # fmt: skip
-    good = [target_cell(2, "rq"), target_cell(4, "rq"), target_cell(128, "box", graphed_step_ms=None)]
-
-    def judged(cells: list[dict[str, Any]]) -> tuple[int, list[bool | None]]:
-        path = tmp_path / "gpu.jsonl"
-        path.write_text("".join(json.dumps(line) + "\n" for line in [run, *cells]))
-        code = targets.main([path])
-        return code, [one["passed"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["targets"]]
-
-    assert judged(good) == (0, [True] * 6)
-    slow = target_cell(128, "box") | {"arms": good[2]["arms"] | {"attend": {"ms": 1.2, "bytes": 90_000_000}}}
-    assert judged([*good[:2], slow]) == (1, [False, True, True, True, True, True])
-    late = [cell | {"best_dense_ms": 4.0, "graphed_step_ms": None} for cell in good]
-    assert judged(late) == (1, [True, True, True, False, True, False])
-    assert judged(good[2:]) == (1, [True, False, False, False, False, False])
-    assert judged([cell | {"interpreted": True} for cell in good]) == (0, [None] * 6)
-    assert targets.main([tmp_path / "absent.jsonl"]) == 2
-    (tmp_path / "empty.jsonl").write_text("")
-    assert targets.main([tmp_path / "empty.jsonl"]) == 2
 
 
 def test_the_headline_is_a_checked_step_beside_the_fastest_dense(monkeypatch: pytest.MonkeyPatch) -> None:
