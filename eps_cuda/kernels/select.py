@@ -30,7 +30,7 @@ LIST_BLOCK = 4096  # groups that `compact` takes at a time
 COUNTERS = 4  # of a row behind the bins: always selected groups, candidates, tickets of two rounds
 STATE = 4  # numbers of a row that a round leaves the next: its interval, what lies above it, what is taken, ties taken
 SCALES = 6  # the sample's least, mean, intervals a unit below and above it, and the two thresholds
-NUM_WARPS = 4
+FEW_PROGRAMS = 512  # so few of them do not fill a GPU: each then has twice the warps, which the last ones wait for less
 SIZES = ["groups", "width", "num_sink_tokens", "num_recent_tokens", "min_context", "chunks"]
 
 
@@ -359,7 +359,7 @@ def _launch(
     group_size, *selectable_tokens = selectable or (1, 0, 0, 0)
     shared = {
         "S": group_size, "SINK_RECENT": selectable is not None, "CHUNK": CHUNK, "BINS": BINS, "COUNTERS": COUNTERS,
-        "STATE": STATE, "SCALES": SCALES, "num_warps": NUM_WARPS,
+        "STATE": STATE, "SCALES": SCALES, "num_warps": 8 if chunks * rows <= FEW_PROGRAMS else 4,
     }  # fmt: skip
     _count_bins[(chunks, rows)](
         estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width, chunks, *selectable_tokens,
