@@ -92,14 +92,7 @@ else
   phase step 60 "$python" scripts/gpu_step.py -o "$out/step.jsonl"
   # here they are compiled for this GPU, which says more than compiling them for others
   phase kernels 150 "${tests[@]}" -k "not compile" "${kernel_tests[@]}"
-  phase conformance 150 "${tests[@]}" -k cuda-cuda "${all_kernels[@]}"
 fi
-if command -v compute-sanitizer >/dev/null && [ $dry = 0 ]; then
-  phase sanitizer 90 compute-sanitizer --tool memcheck --error-exitcode 7 "$python" scripts/gpu_times.py --check
-else
-  echo "=== sanitizer: compute-sanitizer is absent, or not used without a GPU: not run"
-fi
-
 # the hooks on this device, sparse beside dense: the same text, and bytes counted
 if [ $dry = 1 ]; then
   asked=(--prompt "$(head -c 500 README.md)" --eps-budget 0.2 --max-new-tokens 2 --no-stop)
@@ -108,6 +101,13 @@ else
 fi
 engine=("$python" -m eps_core.cli run --device "$device" --kernels triton --method rq "${asked[@]}" --engine)
 phase transformers 120 "${engine[@]}" transformers
+if command -v compute-sanitizer >/dev/null && [ $dry = 0 ]; then
+  phase sanitizer 75 compute-sanitizer --tool memcheck --error-exitcode 7 "$python" scripts/gpu_times.py --check
+else
+  echo "=== sanitizer: compute-sanitizer is absent, or not used without a GPU: not run"
+fi
+
+[ $dry = 1 ] || phase conformance 150 "${tests[@]}" -k cuda-cuda-triton "${all_kernels[@]}"
 if [ $dry = 0 ] && "$python" -c 'import vllm' 2>/dev/null; then
   phase vllm 240 "${engine[@]}" vllm
 else
