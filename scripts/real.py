@@ -264,6 +264,7 @@ def variants(budgets: list[float]) -> dict[tuple[str, float | None], EpsConfig]:
         **{("EPS meanstd", share): EpsConfig.of(method="meanstd", budget=share) for share in budgets},
         ("EPS default", None): EpsConfig.of(method="rq"),
         ("EPS default, by the largest head", None): EpsConfig.of(method="rq", combine="max"),
+        ("EPS default on a GPU", None): EpsConfig.of(method="rq").for_device("cuda"),
     }
 
 

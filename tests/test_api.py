@@ -414,3 +414,12 @@ def test_a_session_takes_settings_or_a_config_and_is_off_without_either(model: P
     assert Session.open(model, "numpy", method="rq", budget=np.float32(0.5)).config.selection_config.budget == 0.5
     with pytest.raises(ConfigError, match='budget means nothing while EPS is off: add method="rq"'):
         Session.open(model, "numpy", budget=0.1)
+
+
+def test_a_gpu_scores_codes_at_once_unless_told_otherwise() -> None:
+    config = EpsConfig("rq", budget=0.05)
+    assert config.for_device("cpu") is config and config.for_device("mps") is config
+    at_once = config.for_device("cuda")
+    assert at_once == config.replace(cascade=(), rescore=1.0) and at_once.selection_config.reads_at_once
+    for told in (config.replace(cascade=(0.5,)), config.replace(rescore=0.1), EpsConfig("box"), EpsConfig()):
+        assert told.for_device("cuda") is told

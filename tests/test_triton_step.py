@@ -3,6 +3,7 @@ and makes the same operations over the same shapes whatever is kept, so that a C
 
 import gc
 import weakref
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from eps_core.kv_cache.pool import PagePool
 from eps_core.models.config import read_spec
 from eps_cuda import graph
 from eps_cuda.kernels import dispatch
+from eps_cuda.kernels import select as select_kernels
 from eps_cuda.ops import OPS
 
 DEVICE = triton_interpreter.DEVICE
@@ -257,6 +259,19 @@ def test_asks_the_host_for_nothing(model, name) -> None:
     assert not names & WAITS
 
 
+@pytest.mark.parametrize(("settings", "launches"), [({"cascade": (), "rescore": 1.0}, 9), ({}, 17)])
+def test_a_layer_takes_so_many_launches(model, monkeypatch, settings, launches) -> None:
+    """A write, a rounded query, means, scores, three of each choice (with one more for each further pass), and two of
+    attention."""
+    config = EpsConfig.of(method="rq", budget=0.2, budget_floor=0, **settings)
+    compute, _, cache = filled_step(model, config)
+    launched, kernel = Counter(), type(select_kernels._list)
+    real = kernel.__getitem__
+    monkeypatch.setattr(kernel, "__getitem__", lambda self, grid: launched.update([self.fn]) or real(self, grid))
+    compute()
+    assert launched.total() == launches * cache.spec.num_layers
+
+
 def test_makes_the_same_operations_whatever_is_kept(model) -> None:
     compute, step, _ = filled_step(model)
     seen, places = [], [x.data_ptr() for x in vars(step.buffers).values()]
@@ -267,6 +282,8 @@ def test_makes_the_same_operations_whatever_is_kept(model) -> None:
             lengths=np.array(lengths, np.int32), wanted=np.array(wanted, np.int32),
             cascaded=np.array([cascaded], np.int32), rescored=np.array(rescored, np.int32),
         )  # fmt: skip
+        with torch.inference_mode():
+            step.inputs.copy_(step.on_host)
         with Recording() as recording:
             compute()
         seen.append(recording.calls)
@@ -279,10 +296,10 @@ def test_a_second_run_changes_nothing(model) -> None:
     compute, _, cache = filled_step(model)
     with torch.inference_mode():
         first = compute()
-        logits, k = first.logits.clone(), [x.clone() for x in cache.k]
+        results, k = first.results.clone(), [x.clone() for x in cache.k]
         codes = [x["codes"].clone() for x in cache.summaries]
         again = compute()
-    assert torch.equal(logits, again.logits)
+    assert torch.equal(results, again.results)
     assert all(torch.equal(a, b) for a, b in zip(k, cache.k, strict=True))
     assert all(torch.equal(a, b["codes"]) for a, b in zip(codes, cache.summaries, strict=True))
 

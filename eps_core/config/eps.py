@@ -203,6 +203,13 @@ class EpsConfig:
             kept = {name: value for name, value in kept.items() if name not in _GROUP}
         return type(self).of(**{**kept, **flat})
 
+    def for_device(self, device: str) -> Self:
+        """The same for a cache on a device. A GPU of CUDA scores codes at once: reading them in stages saves bytes and
+        takes longer there (results/speed.md). What was given stays."""
+        if device != "cuda" or self.cache_config.parts == 1 or {"cascade", "rescore"} & self.given.keys():
+            return self
+        return self.replace(cascade=(), rescore=1.0)
+
     def with_correction(self) -> Self:
         """The same with a skipped-mass correction of the usual length."""
         return (

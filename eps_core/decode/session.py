@@ -105,8 +105,9 @@ class Session:
         named, kernels = kernels != "auto", resolve_kernels(kernels, module.usable_kernels(device), device)
         name = "demo" if model is None else str(model)
         session = cls(
-            name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named, config=config, verify=verify,
-            kv_bits=kv_bits, cache_dir=None if cache_dir is None else Path(cache_dir), weights=weights,
+            name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named,
+            config=config.for_device(device), verify=verify, kv_bits=kv_bits, weights=weights,
+            cache_dir=None if cache_dir is None else Path(cache_dir),
         )  # fmt: skip
         if session.cache_dir is not None:
             check_folder(session.cache_dir, path)

@@ -44,6 +44,7 @@ def prepare(request: RunRequest) -> Job:
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels,
         kv_bits=request.kv_bits, cache_dir=request.cache_dir, weights=request.weights,
     )  # fmt: skip
+    request = replace(request, config=request.config.for_device(session.device))
     spec, answer = session.spec, None
     texts = [
         text for prompt in request.prompts for text in prompt_texts(prompt, spec.max_context, request.keep_newline)

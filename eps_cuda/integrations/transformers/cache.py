@@ -208,8 +208,10 @@ def make_fused(model: Any, asked: Settings, **more: Any) -> SparseAttention:
     check_engine(asked.verify, "transformers")
     plan = plan_of(model)
     name = str(getattr(getattr(model, "config", model), "_name_or_path", ""))
+    place = getattr(model, "device", None)  # which a configuration has none of
+    config = asked.config if place is None else asked.config.for_device(place.type)
     sparse = SparseAttention(
-        load_backend("cuda"), asked.config, plan, asked.metrics, asked.audit_every, model=Path(name).name,
+        load_backend("cuda"), config, plan, asked.metrics, asked.audit_every, model=Path(name).name,
         verify=asked.verify, weight_bytes=_weight_bytes(model) if asked.verify.enabled else 0, **more,
     )  # fmt: skip
     logger.log(plan.level, plan.line(sparse.config))

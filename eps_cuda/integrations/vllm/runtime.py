@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ class Runtime:
         windows = {place: sliding_tokens(layer.impl) for place, layer in enumerate(layers.values())}
         plan = Plan.of(list(reasons.values()), {place: most for place, most in windows.items() if most is not None})
         settings = fitted(self.want, block_tokens)
+        device = self.vllm_config.device_config.device_type
+        settings = replace(settings, config=settings.config.for_device(device))
         heads = settings.config.selection_config.head_modes
         require(
             not heads or (len(heads) == len(plan.sparse) == len(reasons)),
