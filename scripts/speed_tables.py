@@ -1,6 +1,6 @@
 """Print the tables of speed from the raw files of scripts/speed.sh and scripts/engine_speed.sh.
 
-    python scripts/speed_tables.py results [layer] [coarse] [scaling] [steps] [engines]
+    python scripts/speed_tables.py results [layer] [coarse] [scaling] [steps] [engines] [gpu ..]
 
 A table whose raw file is not there is one sentence that says which script makes it.
 """
@@ -119,6 +119,58 @@ def engine_table(folder: Path) -> None:
         ))  # fmt: skip
 
 
+GPU = {
+    **dict.fromkeys(("context", "batch"), Count), **dict.fromkeys(("step_us", "dense_at_90_percent_us"), Positive),
+    "dense_us": dict[str, Positive], "kernels": dict[str, Any],
+}  # fmt: skip
+GPU_FILES = {"first": "times-first.jsonl", "staged": "times.jsonl", "at once": "times-at-once.jsonl"}
+GPU_STEP = {**dict.fromkeys(("context", "batch", "layers"), Count), "step_ms": dict[str, Positive]}
+
+
+def gpu_cells(folder: Path, kind: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """The cells of scripts/gpu_times.py by context and batch."""
+    lines = inputs.read_jsonl(folder / "gpu" / GPU_FILES[kind], "results", "run scripts/gpu_check.sh again")
+    read = (read_record(GPU, line, place, MEND) for place, line in lines if line.get("type") == "layer")
+    return {(line["context"], line["batch"]): line for line in read}
+
+
+def gpu_table(folder: Path) -> None:
+    """Print microseconds of one layer on a GPU, in all ways."""
+    found = {kind: gpu_cells(folder, kind) for kind in GPU_FILES}
+    print(row("context x batch", "dense at 90 % of a copy", "dense, ours", "first version", "in stages",
+              "at once", "dense / at once"))  # fmt: skip
+    print("|" + "---|" * 7)
+    for (context, batch), one in found["at once"].items():
+        dense = min(one["dense_at_90_percent_us"], *one["dense_us"].values())
+        steps = (f"{found[kind][context, batch]['step_us']:,.0f}" for kind in GPU_FILES)
+        print(row(
+            f"{context:,} x {batch}", f"{one['dense_at_90_percent_us']:,.0f}", f"{one['dense_us']['own']:,.0f}", *steps,
+            f"{dense / one['step_us']:.2f} x",
+        ))  # fmt: skip
+
+
+def gpu_kernels_table(folder: Path) -> None:
+    """Print microseconds of each kernel of a layer on a GPU, codes read at once."""
+    found = gpu_cells(folder, "at once")
+    print(row("kernel", *(f"{context:,} x {batch}" for context, batch in found)))
+    print("|" + "---|" * (1 + len(found)))
+    for name in next(iter(found.values()))["kernels"]:
+        known = name.strip("_") if name.startswith(("_", "attend", "merge", "write")) else "clearing of counters"
+        print(row(f"`{known}`", *(f"{one['kernels'].get(name, {}).get('us', 0):.1f}" for one in found.values())))
+    busy = (sum(kernel["us"] for kernel in one["kernels"].values()) for one in found.values())
+    gaps = (one["step_us"] - us for one, us in zip(found.values(), busy, strict=True))
+    print(row("between them", *(f"{us:.1f}" for us in gaps)))
+
+
+def gpu_step_table(folder: Path) -> None:
+    print(row("context x batch", "layers", "dense, ms", "codes in stages, ms", "codes at once, ms"))
+    print("|" + "---|" * 5)
+    for place, values in inputs.read_jsonl(folder / "gpu" / "step.jsonl", "results", MEND):
+        line = read_record(GPU_STEP, values, place, MEND)
+        print(row(f"{line['context']:,} x {line['batch']}", line["layers"],
+                  *(f"{ms:.2f}" for ms in line["step_ms"].values())))  # fmt: skip
+
+
 # the table, the raw files that it is of (any of them), and the script that makes these
 TABLES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "layer": (layer_table, "speed-fine-*.jsonl", "speed.sh"),
@@ -126,6 +178,9 @@ TABLES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "scaling": (scaling_table, "speed-scaling.jsonl", "speed.sh"),
     "steps": (step_table, "whole_step.jsonl", "speed.sh"),
     "engines": (engine_table, "engine_speed.jsonl", "engine_speed.sh"),
+    "gpu": (gpu_table, "gpu/times*.jsonl", "gpu_check.sh"),
+    "gpu-kernels": (gpu_kernels_table, "gpu/times-at-once.jsonl", "gpu_check.sh"),
+    "gpu-steps": (gpu_step_table, "gpu/step.jsonl", "gpu_check.sh"),
 }
 
 

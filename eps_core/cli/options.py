@@ -61,11 +61,13 @@ summary_options = options(
     _kept(
         "--eps-cascade", also=["--eps-stages"], type=ListOf(Real()),
         help=f"{_CODED}: read half of each code, the rest of this share of the groups; 0.5,0.2: a "
-        f"quarter, a quarter of .5, half of .2; 0: whole.  [default: {','.join(map(str, _UNIT.cascade))}]",
+        f"quarter, a quarter of .5, half of .2; 0: whole.  [default: {','.join(map(str, _UNIT.cascade))}; "
+        "CUDA: 0]",
     ),
     _kept(
         "--eps-rescore", also=["--eps-refine"], type=Real(),
-        help=f"{_CODED}: share of the groups that are rescored by one more bit; 0: none.  [default: {_UNIT.rescore}]",
+        help=f"{_CODED}: share of the groups that are rescored by one more bit; 0: none.  [default: {_UNIT.rescore}; "
+        "CUDA: 1]",
     ),
     _kept(
         "--eps-group-size", also=["--eps-group-tokens"], type=Whole(),

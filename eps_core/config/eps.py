@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, Self, get_type_hints
 
 from eps_core.config.cache import CacheConfig, coded_methods
@@ -92,11 +93,13 @@ class EpsConfig:
     def over(cls, cache_config: CacheConfig, selection_config: SelectionConfig | None = None) -> Self:
         """Return the config of a store and a read (None: the usual one) as they are: all settings count as given.
         Raises ConfigError where the store cannot be read so."""
+        return cls._over(cache_config, SelectionConfig() if selection_config is None else selection_config)
+
+    @classmethod
+    @lru_cache  # every step asks
+    def _over(cls, cache_config: CacheConfig, selection_config: SelectionConfig) -> Self:
         config = object.__new__(cls)
-        config.__dict__.update(
-            cache_config=cache_config,
-            selection_config=SelectionConfig() if selection_config is None else selection_config,
-        )
+        config.__dict__.update(cache_config=cache_config, selection_config=selection_config)
         config.__dict__.update(config.to_dict())
         config._check()
         return config

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from functools import lru_cache
 from types import ModuleType
 
 import numpy as np
@@ -49,6 +50,7 @@ def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
     return found
 
 
+@lru_cache  # every step asks
 def num_parts(settings: Settings, head_dim: int) -> int:
     """In how many parts the codes of a head dim are kept."""
     return 1 + max((one.part for one in fields(settings, head_dim).values()), default=0)
