@@ -65,8 +65,8 @@ class GpuKernels:
         self, config: EpsConfig, estimate: Array, wanted: Array, lengths: Array, width: int, **more: Any
     ) -> tuple[Array, Array, Array]:
         """Return groups [B, Hkv, width] int32, counts [B, Hkv] int32 and the mask [B, Hkv, G] uint8 of the `wanted` [B]
-        int32 best groups of estimate [B, Hkv, G], from arrays of the device alone. `more`: what a family's kernel takes
-        besides."""
+        int32 best groups of estimate [B, Hkv, G], from arrays of the device alone. `more`: further
+        arguments of a family's kernel."""
         selection_config = config.selection_config
         return type(self).select_topk(
             estimate, wanted, lengths, group_size=config.cache_config.S,

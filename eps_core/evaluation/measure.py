@@ -147,7 +147,10 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
     session = Session.open(request.model, request.backend, request.device, kv_dtype="bfloat16")
     spec = session.spec
     text = corpus_or_text(request.text).encode() if request.tasks or request.text_steps else b""
-    request = replace(request, contexts=request.contexts or (usual_context(spec, request.text_steps),))
+    request = replace(
+        request, contexts=request.contexts or (usual_context(spec, request.text_steps),),
+        config=request.config.for_device(session.device),
+    )  # fmt: skip
     groups = _questions(request, session, text)
     windows = {}
     if request.text_steps:

@@ -14,7 +14,7 @@ one product takes one code of every byte. AMD's matrix cores flush subnormals on
 converted.
 
 The array operations of the same formulas are in `eps_core.backend.summaries.rq`. Tile sizes change speed only; they
-follow from compiled instruction counts and have not been timed on a GPU.
+follow from compiled instruction counts.
 """
 
 import torch
@@ -78,23 +78,18 @@ def _query(turned_row, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: t
 
 @triton.jit
 def _add_codes(
-    total, codes, at, listed, query_row, power, WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    ROW: tl.constexpr, RP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, STRIDE: tl.constexpr,
-    BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr,
+    total, codes, at, listed, query_row, power, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr,
+    BITS: tl.constexpr, BYTES: tl.constexpr, BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr,
 ):  # fmt: skip
-    """total [BLOCK, n] + WEIGHT * sum over D dimensions of code * query, times 2^-24 where SUBNORMAL. Bytes of a group
-    lie STRIDE apart from `at` on, entries of a head's query ROW from those of the next. With `power` [2 RP] the query
-    is scaled by it and in halves, n = 2 RP; without it is of integers, exact in float16, n = RP. Where a group has
-    fewer bytes than the 16 that one product adds up, FOLD codes of each byte share it."""
+    """total [BLOCK, 2 RP] + sum over D dimensions of code * query, times 2^-24 where SUBNORMAL: bytes of codes from
+    `at` on, the query of each head scaled by power [2 RP] and in halves. Where a code has fewer bytes than the 16 that
+    one product adds up, FOLD codes of each byte share it."""
     PER_BYTE: tl.constexpr = 8 // BITS
     MASK: tl.constexpr = (1 << BITS) - 1
-    HALVES: tl.constexpr = 1 if power is None else 2
-    k, n = tl.arange(0, BP * FOLD), tl.arange(0, HALVES * RP)
-    r = n // HALVES
+    k, n = tl.arange(0, BP * FOLD), tl.arange(0, 2 * RP)
+    r = n // 2
     byte, fold = k % BP, k // BP
-    packed = tl.load(
-        codes + at[:, None] + byte[None, :] * STRIDE, mask=listed[:, None] & (byte < BYTES)[None, :], other=0
-    )
+    packed = tl.load(codes + at[:, None] + byte[None, :], mask=listed[:, None] & (byte < BYTES)[None, :], other=0)
     for step in tl.static_range((PER_BYTE + FOLD - 1) // FOLD):
         if FOLD == 1:
             masked = packed & (MASK << (step * BITS))
@@ -103,12 +98,9 @@ def _add_codes(
         part = step * FOLD + fold
         d = byte * PER_BYTE + part
         used = (byte < BYTES) & (part < PER_BYTE) & (d < D)
-        a = tl.load(query_row + r[None, :] * ROW + d[:, None], mask=used[:, None] & (r < R)[None, :], other=0.0)
-        unshift = ((127 - part * BITS) << 23).to(tl.float32, bitcast=True) * WEIGHT
-        if power is None:
-            columns = (a * unshift[:, None]).to(tl.float16)
-        else:
-            columns = _halves(a * power[None, :] * unshift[:, None], n)
+        a = tl.load(query_row + r[None, :] * D + d[:, None], mask=used[:, None] & (r < R)[None, :], other=0.0)
+        unshift = ((127 - part * BITS) << 23).to(tl.float32, bitcast=True)
+        columns = _halves(a * power[None, :] * unshift[:, None], n)
         if SUBNORMAL:
             total = tl.dot(masked.to(tl.uint16).to(tl.float16, bitcast=True), columns, total)
         else:

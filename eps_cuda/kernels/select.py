@@ -52,7 +52,7 @@ def _values(
     estimate_row, g, first_g, last_g, groups, length, num_sink_tokens, num_recent_tokens, min_context,
     S: tl.constexpr, SINK_RECENT: tl.constexpr,
 ):  # fmt: skip
-    """What estimates [N] of groups g, which first_g and last_g span, are chosen by: +inf of always selected groups, NaN
+    """Return what estimates [N] of groups g, from first_g to last_g, are chosen by: +inf of always selected groups, NaN
     of those never taken. With SINK_RECENT the former are sink and recent tokens and +inf inside the sequence, and -inf
     inside is taken last of all; without it there are none, and nothing infinite is taken."""
     value = tl.load(estimate_row + g, mask=g < groups, other=float("nan"))
@@ -72,7 +72,7 @@ def _values(
 
 @triton.jit
 def _bins(value, least, mean, below, above, BINS: tl.constexpr):
-    """The interval of each value: one that is larger is never in a lower one, and NaN is in the first."""
+    """Return the interval of each value: one that is larger is never in a lower one, and NaN is in the first."""
     LOWER: tl.constexpr = BINS // 4
     low = tl.minimum((value - least) * below, LOWER - 1.0)
     high = LOWER + tl.minimum((value - mean) * above, BINS - LOWER - 1.0)
@@ -94,13 +94,13 @@ def _of_key(key):
 
 @triton.jit
 def _join(least, most, total, number, other_least, other_most, other_total, other_number):
-    """Of two samples the least, the greatest, the sum and the number."""
+    """Return the least, the greatest, the sum and the number of two samples."""
     return tl.minimum(least, other_least), tl.maximum(most, other_most), total + other_total, number + other_number
 
 
 @triton.jit
 def _is_last(ticket, programs):
-    """Whether all other programs of a row have come here, after what they wrote."""
+    """Return whether all other programs of a row have come here, after what they wrote."""
     tl.debug_barrier()
     return tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1
 

@@ -1,4 +1,4 @@
-"""Triton: estimates of all groups from codes about the means of units, read in stages (`rq`).
+"""Triton: estimates of all groups from codes about the means of units, read at once or in stages (`rq`).
 
 A query is rounded to integers (`rounded_query`), in the order of additions that all libraries share. What the bits of
 a group add up to with them is then an exact number, whatever device adds: integers are exact in float16, one column a
@@ -96,9 +96,7 @@ def _score_means(
     turned_row, r = turned + row * R * D, tl.arange(0, RP)
     power, inverse, sums = _query(turned_row, R, D, RP, DP)
     total = tl.zeros((BLOCK, 2 * RP), tl.float32)
-    total = _add_codes(
-        total, mean, tile * BYTES, inside, turned_row, power, 1, R, D, D, RP, BITS, BYTES, 1, BP, FOLD, SUBNORMAL
-    )
+    total = _add_codes(total, mean, tile * BYTES, inside, turned_row, power, R, D, RP, BITS, BYTES, BP, FOLD, SUBNORMAL)
     unit = inverse * 16777216.0 if SUBNORMAL else inverse
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
     dots = _pairs(total, BLOCK, RP) * unit[None, :] - (MIDDLE * sums)[None, :]
@@ -121,7 +119,7 @@ def _columns(
     integers_row, head, WEIGHT: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, BYTES: tl.constexpr,
     BP: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """What the bits of D dimensions are multiplied with, of a head [RP] in each column: for each of the products
+    """Return what the bits of D dimensions are multiplied with, a head [RP] a column: for each of the products
     float16 [BP * FOLD, RP], WEIGHT times an integer over the power of two that stands for a one in its place."""
     k = tl.arange(0, BP * FOLD)
     byte, fold = k % BP, k // BP
@@ -132,7 +130,7 @@ def _columns(
         used = (byte < BYTES) & (bit < 8) & (d < D)
         a = tl.load(integers_row + head[None, :] * ROW + d[:, None], mask=used[:, None], other=0.0).to(tl.float32)
         unshift = ((127 - bit) << 23).to(tl.float32, bitcast=True) * WEIGHT
-        columns = columns + ((a * unshift[:, None]).to(tl.float16),)  # type: ignore[assignment]  # noqa: RUF005  Triton's
+        columns = columns + ((a * unshift[:, None]).to(tl.float16),)  # type: ignore[assignment]  # noqa: RUF005
     return columns
 
 
@@ -364,7 +362,7 @@ def round_queries(q: Tensor, signs: Tensor, kv_heads: int, first: tuple[Tensor, 
 
 
 def _each(rows: int, pieces: int, device: torch.device) -> int:
-    """Of the pieces of each row how many one program takes."""
+    """Return how many of the pieces of each row one program takes."""
     return triton.cdiv(pieces, max(PROGRAMS * processors(device) // rows, 1))
 
 

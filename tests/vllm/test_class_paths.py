@@ -8,7 +8,7 @@ import pytest
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from eps_cuda.integrations.vllm import HOOKED, register
+from eps_cuda.integrations.vllm import HOOKED, backends, register
 
 UNUSED = ("CUSTOM", "NO_ATTENTION")
 
@@ -43,3 +43,10 @@ def test_each_hooked_backend_is_of_its_module() -> None:
     found = {name: class_of(name) for name in ("CPU_ATTN", "TRITON_ATTN")}
     for name, one in found.items():
         assert one.__module__ == f"eps_cuda.integrations.vllm.{HOOKED[name]}" and one.__qualname__ == "Backend"
+
+
+def test_blocks_are_whole_units_where_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = class_of("TRITON_ATTN")
+    for route, blocks in ((None, {16: 16, 64: 64}), ("stock", {16: 16}), ("rows", {16: 128, 256: 256})):
+        monkeypatch.setattr(backends, "current_route", lambda route=route: route)
+        assert {default: found.get_preferred_block_size(default) for default in blocks} == blocks

@@ -130,12 +130,10 @@ def open_engine(
         }  # fmt: skip
         if max_tokens:
             arguments["max_model_len"] = max_tokens
-        if there == "cpu":
-            arguments["kv_cache_memory_bytes"] = _kv_bytes(path, max_tokens, max(num_sequences, 1))
-        else:
-            arguments["block_size"] = (
-                settings.config.cache_config.unit_tokens
-            )  # its usual 16 tokens are fewer than a correction group has
+        arguments["kv_cache_memory_bytes"] = _kv_bytes(path, max_tokens, max(num_sequences, 1))
+        if there != "cpu":
+            # whole units, which its usual 16 tokens are not; and room for the dense engine beside the sparse one
+            arguments |= {"block_size": settings.config.cache_config.unit_tokens, "gpu_memory_utilization": 0.42}
         return Engine(arguments, settings)
 
 
@@ -146,7 +144,7 @@ def _in_process() -> dict[str, str | None]:
 
 
 def _kv_bytes(path: Path, max_tokens: int, num_sequences: int) -> int:
-    """At least what K and V of these sequences take, in float32; a CPU's vLLM would take nearly all memory there is."""
+    """At least what K and V of these sequences take, in float32; vLLM would take nearly all memory there is."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path).get_text_config()

@@ -11,11 +11,14 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from eps_cuda.integrations.vllm.asked import asked
 from eps_cuda.integrations.vllm.runtime import Runtime, runtime_of
 
+PREFERRED_BLOCK_TOKENS = 128  # of route rows: whole units, which vLLM's usual 16 tokens are not
 
-def current_wants_eps() -> bool:
-    """Return whether the server whose layers are being made was asked for EPS."""
+
+def current_route() -> str | None:
+    """Return the route of the server whose layers are being made; None where it was not asked for EPS."""
     vllm_config = get_current_vllm_config_or_none()
-    return vllm_config is not None and asked(vllm_config) is not None
+    want = None if vllm_config is None else asked(vllm_config)
+    return None if want is None else want.route
 
 
 class EpsImpl:
@@ -106,10 +109,17 @@ def hooked(stock: type, rows: type, by_blocks: type, module: str) -> type:
     routes = {"routes": {"rows": rows, "stock": by_blocks}}
     impl = type(f"Eps{stock_impl.__name__}", (EpsImpl, stock_impl), here | routes)
     builder = type(f"Eps{stock_builder.__name__}", (EpsBuilder, stock_builder), here)
+
+    def preferred(default_block_size: int) -> int:
+        """Return the tokens of a block where the user gave none."""
+        usual: int = stock.get_preferred_block_size(default_block_size)  # type: ignore[attr-defined]
+        return max(usual, PREFERRED_BLOCK_TOKENS) if current_route() == "rows" else usual
+
     members = here | {
-        "get_impl_cls": staticmethod(lambda: impl if current_wants_eps() else stock_impl),
+        "get_impl_cls": staticmethod(lambda: impl if current_route() else stock_impl),
         # asked of each server when it is built, as it is not always known here which one that is
         "get_builder_cls": staticmethod(lambda: builder),
+        "get_preferred_block_size": staticmethod(preferred),
     }
     # vLLM groups layers by the full name of their backend, and imports it by that name
     return type(f"Eps{stock.__name__}", (stock,), {**members, "__qualname__": "Backend"})

@@ -28,9 +28,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _impl_of(stock: Any, name: str) -> Any:
-    from eps_cuda.integrations.vllm.backends import current_wants_eps
+    from eps_cuda.integrations.vllm.backends import current_route
 
-    if current_wants_eps():
+    if current_route() is not None:
         raise ConfigError(
             f"EPS was asked for and does not gate vLLM's attention backend {name}: start it with --attention-backend "
             "TRITON_ATTN, or with method off"
