@@ -2,7 +2,7 @@
 # What needs a GPU, in under 10 minutes, what matters most first: do kernels agree with array operations, microseconds
 # of every kernel, whole steps, then tests, compute-sanitizer and the engines.
 # Usage: [PYTHON=python3] [OUT=results/gpu] scripts/gpu_check.sh [--dry-run]
-#   --dry-run: the same phases without a GPU, in Triton's interpreter at tiny sizes, and nothing timed (4 minutes).
+#   --dry-run: without a GPU, in Triton's interpreter at tiny sizes; no tests, and no time means anything (2 minutes).
 # Needs: torch with CUDA, triton, numpy, click, pytest, hypothesis, tokenizers, safetensors, ml_dtypes and transformers,
 # which tests import; with pytest-xdist tests run on all cores. Nothing is installed.
 # Every phase writes its files in OUT as it goes: times.jsonl, step.jsonl and a log of each phase.
@@ -35,13 +35,15 @@ else
     echo "error: $python sees no GPU: run on a machine with one, or give --dry-run" >&2
     exit 2
   }
-  "$python" -c 'import torch, triton; p = torch.cuda.get_device_properties(0); print(p.name, f"{p.total_memory / 2**30:.0f} GiB, torch", torch.__version__, "triton", triton.__version__)'
+  "$python" -c 'import torch, triton
+p = torch.cuda.get_device_properties(0)
+print(p.name, f"{p.total_memory / 2**30:.0f} GiB, torch", torch.__version__, "triton", triton.__version__)'
 fi
 
 failed=()
 # phase NAME SECONDS COMMAND...: one phase, within its time; its output goes to the log, too
 phase() {
-  local name=$1 limit=$2 start=$SECONDS status=0
+  local name=$1 limit=$(($2 * (1 + 4 * dry))) start=$SECONDS status=0  # an interpreter on a busy machine is slow
   shift 2
   echo "=== $name (at most $limit s)"
   timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log" | grep -v -i warn | tail -n 60
@@ -53,21 +55,6 @@ phase() {
   esac
 }
 
-# one case each of N test functions of every file, whose id holds a word: the interpreter is slow, and the suite runs
-# all of them
-some_of_them='
-import sys
-import pytest
-number, word, *files = sys.argv[1:]
-class Some:
-    def pytest_collection_modifyitems(self, items):
-        first = {(item.module.__name__, item.originalname): item for item in reversed(items)
-                 if word in item.name and "compile" not in item.name}
-        kept = list(first.values())[::-1]
-        items[:] = [item for i, item in enumerate(kept)
-                    if sum(other.module is item.module for other in kept[:i]) < int(number)]
-sys.exit(pytest.main(["-x", "-p", "no:cacheprovider", *files], plugins=[Some()]))
-'
 kernel_tests=(tests/test_triton_{attend,rows,select,step,units,write}.py)
 all_kernels=(tests/test_conformance.py tests/test_kernel_{attention,scores,select}.py tests/test_rows.py)
 at_once='{"cascade": [], "rescore": 1.0}'
@@ -80,8 +67,6 @@ if [ $dry = 1 ]; then
   phase times-at-once 60 "$python" scripts/gpu_times.py "${tiny[@]}" --settings "{$small, ${at_once:1}" \
     -o "$out/times-at-once.jsonl"
   phase step 60 "$python" scripts/gpu_step.py --device cpu --shape tiny --layers 1 --cells 600x1 -o "$out/step.jsonl"
-  phase kernels 85 "$python" -c "$some_of_them" 4 "" "${kernel_tests[@]}"
-  phase conformance 75 "$python" -c "$some_of_them" 6 cuda-cpu-triton "${all_kernels[@]}"
 else
   parallel=()
   "$python" -c 'import xdist' 2>/dev/null && parallel=(-n "$(nproc)")
@@ -95,7 +80,7 @@ else
 fi
 # the hooks on this device, sparse beside dense: the same text, and bytes counted
 if [ $dry = 1 ]; then
-  asked=(--prompt "$(head -c 500 README.md)" --eps-budget 0.2 --max-new-tokens 2 --no-stop)
+  asked=(--prompt "$(head -c 200 README.md)" --eps-budget 32 --max-new-tokens 2 --no-stop)
 else
   asked=(--max-new-tokens 32)
 fi
