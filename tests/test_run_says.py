@@ -145,6 +145,8 @@ def test_one_line_says_that_eps_does_not_pay_here_and_from_where_it_does() -> No
     assert note(summary(8.0)) == (
         f"{here}: array operations are for checks, and their times say nothing: use --backend auto --kernels auto"
     )
+    assert note(summary(8.0, pages_skipped=0)) is None  # all that it did was dense
+    assert note(summary(8.0, pages_skipped=0), label="snapkv") is not None
     assert note(summary(8.0), label="snapkv").startswith("snapkv is slower than dense here")  # type: ignore[union-attr]
     assert note(summary(8.0, rounds=3, tokens_per_round=2.0), lambda: 4096) == (
         f"{here}: a round gives 2.0 tokens and must give more than 2.5: use --eps-draft auto, which drafts "
