@@ -162,7 +162,7 @@ def test_a_run_that_is_slower_says_so(
     monkeypatch.setattr(pays, "NOISE", -1e9)  # whatever this machine's times are
     monkeypatch.setattr(pays, "cost_of", lambda *args: (Cost((256, 512), (1.0, 3.0), (2.0, 2.0)), True))
     monkeypatch.setattr(pays, "pays_from", lambda *args: most)
-    rq = ("--method", "rq", "--backend", backend)
+    rq = ("--method", "rq", "--eps-budget", "0.2", "--eps-budget-floor", "0", "--backend", backend)
     wanted = "it pays from about 500 tokens on" if most == 500 else "it pays at no context that this model holds"
     wanted = "say nothing:" if backend == "numpy" else wanted
     kernels = () if backend == "numpy" else ("--kernels", "auto")
