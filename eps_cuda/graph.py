@@ -256,23 +256,29 @@ def _static(model: Any, cache: Cache, plan: StepPlan, sparse: bool, draft: bool 
     return static
 
 
-def _advance(
+def _start(
     static: StaticStep, model: Any, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan
-) -> tuple[np.ndarray, np.ndarray, Outputs]:
-    """Runs a step whose budget is in place: (logits [B, V], skipped mass [L * B * Hkv] or [], both on the host, ..)."""
-    if static.finite is None:
-        dispatch.plan_step(cache, slots)
-    else:
+) -> Outputs:
+    """Has the device begin with a step whose budget is in place. The host counts while it runs."""
+    if static.finite is not None:
         for layer in range(cache.spec.num_layers):
             invalidate(cache, layer, slots)
     ((cos, sin),) = model.angles(plan.lengths - 1)
     static.fill(tokens=np.asarray(tokens), slots=slots, lengths=plan.lengths, table=plan.table, cos=cos, sin=sin)
     outputs = static(model, cache)
-    # the one wait
-    finite, logits, shares = np.split(outputs.results.cpu().numpy(), [1, 1 + len(tokens) * model.spec.vocab_size])
+    if static.finite is None:
+        dispatch.plan_step(cache, slots)
+    return outputs
+
+
+def _finish(static: StaticStep, cache: Cache, outputs: Outputs, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (logits [B, V], skipped mass [L, B, Hkv] or [], both on the host): the one wait."""
+    finite, numbers = np.split(outputs.results.cpu().numpy(), [1])
     if static.finite is None and not finite:
         check_finite(cache)
-    return logits.reshape(len(tokens), -1), shares, outputs
+    num_shares = 0 if static.config is None else cache.spec.num_layers * batch * cache.spec.num_kv_heads
+    logits, shares = np.split(numbers, [len(numbers) - num_shares])
+    return logits.reshape(batch, -1), shares.reshape(-1, batch, cache.spec.num_kv_heads)
 
 
 @torch.inference_mode()
@@ -283,8 +289,10 @@ def dense_step(
     if not covers_dense(cache):
         return None
     static = _static(model, cache, plan, sparse=False)
-    logits, _, _ = _advance(static, model, cache, tokens, slots, plan)
-    return cache, StepOutput(logits, cache.spec.num_layers * plan.dense_kv_bytes(cache.spec))
+    outputs = _start(static, model, cache, tokens, slots, plan)
+    kv_bytes = cache.spec.num_layers * plan.dense_kv_bytes(cache.spec)
+    logits, _ = _finish(static, cache, outputs, len(tokens))
+    return cache, StepOutput(logits, kv_bytes)
 
 
 @torch.inference_mode()
@@ -306,14 +314,11 @@ def step(
         wanted=uniform, rescored=plan.rescored,
         cascaded=np.array(plan.cascaded(spec.head_dim), np.int32).reshape(tuple(static.buffers.cascaded.shape)),
     )  # fmt: skip
-    logits, shares, outputs = _advance(static, model, cache, tokens, slots, plan)
-    unread = shares.reshape(spec.num_layers, len(tokens), spec.num_kv_heads)
+    outputs = _start(static, model, cache, tokens, slots, plan)
     counts = np.repeat(uniform[:, None], spec.num_kv_heads, axis=1)
-    kv_bytes, summary_bytes = plan.kv_bytes(spec, int(counts.sum())), plan.summary_bytes(spec)
-    layers = [
-        LayerStats(counts, plan.ends, always_selected, unread[layer], kv_bytes, summary_bytes)
-        for layer in range(spec.num_layers)
-    ]
+    kv_bytes, summary_bytes, ends = plan.kv_bytes(spec, int(counts.sum())), plan.summary_bytes(spec), plan.ends
+    logits, unread = _finish(static, cache, outputs, len(tokens))
+    layers = [LayerStats(counts, ends, always_selected, one, kv_bytes, summary_bytes) for one in unread]
     selections = []
     if outputs.selected is not None:
         # the next draft's take their places

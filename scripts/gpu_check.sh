@@ -74,7 +74,7 @@ else
   phase check 90 "$python" scripts/gpu_times.py --check
   phase times 60 "$python" scripts/gpu_times.py -o "$out/times.jsonl"
   phase times-at-once 60 "$python" scripts/gpu_times.py --settings "$at_once" -o "$out/times-at-once.jsonl"
-  phase step 60 "$python" scripts/gpu_step.py -o "$out/step.jsonl"
+  phase step 180 "$python" scripts/gpu_step.py -o "$out/step.jsonl"
   # here they are compiled for this GPU, which says more than compiling them for others
   phase kernels 150 "${tests[@]}" -k "not compile" "${kernel_tests[@]}"
 fi

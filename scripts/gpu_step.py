@@ -29,10 +29,7 @@ SHAPES = {  # hidden, inner, query heads, kv heads, head_dim, vocabulary, warm a
     "8b": (4096, 14336, 32, 8, 128, 4096, 8, 24),
     "tiny": (128, 256, 4, 2, 32, 512, 1, 2),
 }
-CONFIGS = {
-    "dense": EpsConfig(), "EPS": EpsConfig.of(method="rq"),
-    "EPS, codes at once": EpsConfig.of(method="rq", cascade=(), rescore=1.0),
-}  # fmt: skip
+CONFIGS = {"dense": EpsConfig(), "EPS": EpsConfig.of(method="rq").for_device("cuda")}
 
 
 def make_model(folder: Path, shape: str, layers: int, device: str) -> Path:
@@ -89,7 +86,7 @@ def step_ms(session: Session, prefix: Prefix, batch: int, config: EpsConfig, war
 
 @click.command()
 @click.option("--cells", default="32768x1,131072x1,65536x4", show_default=True, help="context x batch, ...")
-@click.option("--layers", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--layers", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="8b", show_default=True)
 @click.option("--device", default="cuda", show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
@@ -120,8 +117,8 @@ def main(cells: str, layers: int, shape: str, device: str, output: Path) -> None
             }  # fmt: skip
             out.write(json.dumps(record) + "\n")
             out.flush()
-            told = ", ".join(f"{name} {one:.2f}" for name, one in ms.items())
-            print(f"{context} x {batch}, {layers} layers, ms a step: {told}")
+            times = ", ".join(f"{name} {one:.2f}" for name, one in ms.items())
+            print(f"{context} x {batch}, {layers} layers, ms a step: {times}")
 
 
 if __name__ == "__main__":

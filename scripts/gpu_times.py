@@ -33,13 +33,14 @@ from eps_core.decode.kernel_check import disagreement as disagreement_of_kernels
 from eps_core.errors import exit_code, require
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.metrics.provenance import provenance
-from eps_cuda.bench import capture
+from eps_cuda.bench import bandwidth_variants, capture, stopwatch
 from eps_cuda.cache import Cache
 from eps_cuda.device import DTYPES
 from eps_cuda.graph import BUCKET_TOKENS, attend_static
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.select import Depth, num_chunks
+from eps_cuda.ops import OPS
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LEAST_BYTES = 400 * 2**20  # of K and V of all layers together: several times a GPU's last cache
@@ -51,7 +52,8 @@ TOLERANCE = 0.02  # of bfloat16 outputs, of the largest
 
 
 def layers_of(context: int, batch: int, config: EpsConfig, device: str) -> tuple[Cache, StepPlan, Tensor]:
-    """A cache of as many layers as a cell needs, all with the same tokens, the plan of a step, and its query."""
+    """A cache of as many layers as a cell needs, all with the same tokens, the plan of a step, and its query. Drawn on
+    the device: `eps_core.bench.data` draws on the host, which takes minutes for the largest cell."""
     unit = config.cache_config.unit_tokens
     kv_bytes = 4 * context * batch * KV_HEADS * HEAD_DIM
     layers = min(max(-(-LEAST_BYTES // kv_bytes), 2), MOST_LAYERS) if device == "cuda" else 2
@@ -89,11 +91,11 @@ def layers_of(context: int, batch: int, config: EpsConfig, device: str) -> tuple
 
 def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Any]]:
     """All layers of a captured step, as `graph.StaticStep` calls them: writes and attention, without projections."""
-    config, device = plan.config, q.device
+    config = plan.config
     batch, most = plan.table.shape[0], plan.table.shape[1] * config.cache_config.unit_tokens
 
     def upload(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int32)).to(device)
+        return OPS.on(q, array.astype(np.int32))
 
     widths = config.cascade_groups(most, HEAD_DIM)
     cascaded = tuple((upload(counts), width) for counts, width in zip(plan.cascaded(HEAD_DIM), widths, strict=True))
@@ -107,7 +109,7 @@ def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Any]]:
     )
     spec = cache.spec
     masses = q.new_empty((spec.num_layers, batch, KV_HEADS, num_chunks(most // config.cache_config.S), 3)).float()
-    k, v = (torch.zeros(batch, KV_HEADS, HEAD_DIM, dtype=q.dtype, device=device) for _ in range(2))
+    k, v = (q.new_zeros((batch, KV_HEADS, HEAD_DIM)) for _ in range(2))
 
     def run() -> list[Any]:
         results = []
@@ -122,9 +124,8 @@ def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Any]]:
 
 def dense(cache: Cache, plan: StepPlan, q: Tensor) -> dict[str, Callable[[], Any]]:
     """Dense attention of all layers: by our own kernel over the pools, by Torch over contiguous K and V."""
-    device, (batch, _), length = q.device, plan.table.shape, int(plan.lengths[0])
-    table = torch.from_numpy(plan.table).to(device)
-    lengths = torch.from_numpy(plan.lengths.astype(np.int32)).to(device)
+    batch, length = len(plan.table), int(plan.lengths[0])
+    table, lengths = OPS.on(q, plan.table), OPS.on(q, plan.lengths.astype(np.int32))
     layers = range(cache.spec.num_layers)
 
     def own() -> list[Tensor]:
@@ -137,7 +138,6 @@ def dense(cache: Cache, plan: StepPlan, q: Tensor) -> dict[str, Callable[[], Any
         for layer in layers
     ]  # fmt: skip
     rows = q.view(batch, KV_HEADS, -1, HEAD_DIM)
-    own.__name__ = "own"
     assert whole[0][0].shape[2] >= length
     return {
         "own": own,
@@ -146,19 +146,12 @@ def dense(cache: Cache, plan: StepPlan, q: Tensor) -> dict[str, Callable[[], Any
 
 
 def median_us(run: Callable[[], Any], repeats: int = 30) -> float:
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return statistics.median(times)
+    timed = stopwatch("cuda")
+    return 1000 * statistics.median(timed(run)[0] for _ in range(repeats))
 
 
 def kernels_of(run: Callable[[], Any], layers: int, repeats: int = 5) -> dict[str, dict[str, float]]:
-    """Of every kernel of a layer: its launches and the microseconds of all of them."""
+    """Return the launches of each kernel in a layer and the microseconds that they take together."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
@@ -185,7 +178,7 @@ def disagreement(cache: Cache, plan: StepPlan, q: Tensor, result: Any) -> float:
     out, selection = result
     b, unit, worst, largest = len(plan.lengths) - 1, plan.config.cache_config.unit_tokens, 0.0, 0.0
     k, v = cache.plain(0)
-    table = torch.from_numpy(plan.table[b]).to(q.device).long()
+    table = OPS.index(q, plan.table[b])
     for h in range(KV_HEADS):
         tokens = selection.groups[b, h, : int(selection.counts[b, h])].long()
         assert int((tokens[1:] <= tokens[:-1]).sum()) == 0, "a list is not ascending"
@@ -198,8 +191,8 @@ def disagreement(cache: Cache, plan: StepPlan, q: Tensor, result: Any) -> float:
 
 
 def copy_gbps(device: str) -> float:
-    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * COPY_BYTES / median_us(lambda: target.copy_(source)) / 1000
+    copy, num_bytes = bandwidth_variants(COPY_BYTES, device)["copy"]
+    return num_bytes / median_us(copy) / 1000
 
 
 def check(device: str) -> None:
@@ -297,8 +290,8 @@ def main(cells: str, settings: str, device: str, only_check: bool, output: Path 
                 continue
             records.append(record)
             torch.cuda.empty_cache()
-            told = ", ".join(f"{name} {us}" for name, us in record["dense_us"].items())
-            print(f"{context} x {batch}: step {record['step_us']} us, dense {told}, "
+            dense_times = ", ".join(f"{name} {us}" for name, us in record["dense_us"].items())
+            print(f"{context} x {batch}: step {record['step_us']} us, dense {dense_times}, "
                   f"at 90 % of the copy's {roof:.0f} GB/s {record['dense_at_90_percent_us']}")  # fmt: skip
             for kernel, one in record["kernels"].items():
                 print(f"    {one['us']:8.1f} us  {one['launches']:5.2f} launches  {kernel}")

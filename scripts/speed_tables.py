@@ -163,12 +163,13 @@ def gpu_kernels_table(folder: Path) -> None:
 
 
 def gpu_step_table(folder: Path) -> None:
-    print(row("context x batch", "layers", "dense, ms", "codes in stages, ms", "codes at once, ms"))
+    print(row("context x batch", "layers", "dense, ms", "EPS, ms", "dense / EPS"))
     print("|" + "---|" * 5)
     for place, values in inputs.read_jsonl(folder / "gpu" / "step.jsonl", "results", MEND):
         line = read_record(GPU_STEP, values, place, MEND)
-        print(row(f"{line['context']:,} x {line['batch']}", line["layers"],
-                  *(f"{ms:.2f}" for ms in line["step_ms"].values())))  # fmt: skip
+        dense, sparse = line["step_ms"].values()
+        print(row(f"{line['context']:,} x {line['batch']}", line["layers"], f"{dense:.2f}", f"{sparse:.2f}",
+                  f"{dense / sparse:.2f} x"))  # fmt: skip
 
 
 # the table, the raw files that it is of (any of them), and the script that makes these

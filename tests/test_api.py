@@ -421,5 +421,5 @@ def test_a_gpu_scores_codes_at_once_unless_told_otherwise() -> None:
     assert config.for_device("cpu") is config and config.for_device("mps") is config
     at_once = config.for_device("cuda")
     assert at_once == config.replace(cascade=(), rescore=1.0) and at_once.selection_config.reads_at_once
-    for told in (config.replace(cascade=(0.5,)), config.replace(rescore=0.1), EpsConfig("box"), EpsConfig()):
-        assert told.for_device("cuda") is told
+    for chosen in (config.replace(cascade=(0.5,)), config.replace(rescore=0.1), EpsConfig("box"), EpsConfig()):
+        assert chosen.for_device("cuda") is chosen

@@ -1,5 +1,5 @@
-"""What is Triton's own in its kernels that choose groups: rows of many runs and many candidates, and what the
-compilers make of them. Values are tested with all kernels, in test_kernel_select.py."""
+"""Tests of the Triton kernels that choose groups: rows of many runs and many candidates, and what compilers make of
+them. Lists are compared with the reference's in test_kernel_select.py."""
 
 import pytest
 import triton_interpreter  # noqa: F401  before any module that holds kernels
@@ -27,6 +27,7 @@ POINTERS = {
 
 def job(name: str, constants: dict, options: dict) -> Job:
     """A kernel with its constexpr values; pointers by the names of its arguments, all others are numbers."""
+    constants = dict.fromkeys({"OVERLAP"} & {*getattr(select_kernels, name).arg_names}, False) | constants
     arguments = [one for one in getattr(select_kernels, name).arg_names if one not in constants]
     types_of = {one: POINTERS.get(one, "i32") for one in arguments}
     return Job("eps_cuda.kernels.select", name, types_of, constants, options)

@@ -17,8 +17,8 @@ from eps_core.config.selection import ANCHOR_SPREAD
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import QUERY_STEPS, rq_signs
 from eps_core.summaries.rq import rotate as rotate64
+from eps_cuda.kernels import bits, units
 from eps_cuda.kernels import score as score_kernels
-from eps_cuda.kernels import units
 from eps_cuda.ops import OPS
 
 
@@ -63,15 +63,17 @@ POINTERS = {
     "mean": "*u8", "mean_scale": "*fp16", "codes": "*u8", "more": "*u8", "rest": "*u8", "second": "*u8",
     "scale": "*u8", "valid": "*u8", "table": "*i32", "lengths": "*i32", "bases": "*fp32", "estimate": "*fp32",
     "left": "*fp32", "listed_groups": "*i32", "through": "*i32", "named": "*i32", "counts": "*i32",
-    "anchors": "*fp32", "inverse_root": "fp32",
+    "anchors": "*fp32", "inverse_root": "fp32", "planes": "*i32", "sums": "*fp32",
 }  # fmt: skip
 
 
 def job(name: str, constants: dict, absent: tuple[str, ...] = (), **options: int | bool) -> Job:
     """A kernel with its constexpr values and without some of its arrays."""
-    arguments = [one for one in getattr(units, name).arg_names if one not in constants and one not in absent]
+    module = bits if hasattr(bits, name) else units
+    constants = {"OVERLAP": False} | constants
+    arguments = [one for one in getattr(module, name).arg_names if one not in constants and one not in absent]
     kinds = {one: POINTERS.get(one, "i32") for one in arguments}
-    return Job("eps_cuda.kernels.units", name, kinds, constants, options)
+    return Job(module.__name__, name, kinds, constants, options)
 
 
 def shape(head_dim: int, dims: tuple[int, int, int], groups: int) -> dict:
@@ -98,7 +100,8 @@ MEANS = {
 JOBS = {
     "queries": job(
         "_round_queries",
-        {"R": 4, "HEAD_DIM": 128, "DIM2": 128, "LOG_DIM": 7, "STEPS": QUERY_STEPS, "SPREAD": ANCHOR_SPREAD},
+        {"R": 4, "HEAD_DIM": 128, "DIM2": 128, "LOG_DIM": 7, "STEPS": QUERY_STEPS, "SPREAD": ANCHOR_SPREAD,
+         "PLANES": bits.PLANES},
         num_warps=1, enable_fp_fusion=False,
     ),
     "means": job("_score_means", MEANS, ("anchors",)),
@@ -117,6 +120,12 @@ JOBS = {
     "summed rest": job("_read_on", HALVES | {"SUM": True}, ("more", "second", "through", "named"), num_warps=1),
     "summed rescoring bits": job("_read_on", HALVES | {"SUM": True}, ("more", "left", "named"), num_warps=1),
 }  # fmt: skip
+
+
+BITS = {
+    "R": 4, "WORDS": 4, "SPU": 1, "S": 1, "PLANES": bits.PLANES, "LARGEST": LARGEST_ESTIMATE, "SUM": True, "ASM": True,
+}  # fmt: skip
+WIDE = {"codes": "*i64", "second": "*i32", "scale": "*i64"}  # as products of bits take them
 
 
 def check_compiled(name: str, made: Compiled) -> None:
@@ -147,3 +156,35 @@ def test_kernels_compile_for_gpus() -> None:
     # neighbouring groups' bytes lie side by side, and are read so
     first = for_nvidia[list(JOBS).index("first of halves")][0].text
     assert len(re.findall(r"ld\.global\.v4\.b32", first)) >= 4 > len(re.findall(r"ld\.global\.b8 .*%rd1[0-2] ", first))
+
+
+@pytest.mark.parametrize(("repeat", "head_dim", "products"), [(4, 128, 24), (7, 128, 48), (2, 64, 24), (8, 256, 96)])
+def test_products_of_bits_compile_for_nvidia(repeat: int, head_dim: int, products: int) -> None:
+    """Every lane holds one element of what products take, as their assembly expects: else there were several of it."""
+    constants = BITS | {"R": repeat, "WORDS": head_dim // 32}
+    plain, early = (
+        compile_ahead([replace(one, types=one.types | WIDE)], targets)[0]
+        for one, targets in (
+            (job("_score_bits", constants, num_warps=1), TARGETS[:2]),
+            (job("_score_bits", constants | {"OVERLAP": True}, num_warps=1), TARGETS[1:2]),
+        )
+    )
+    for made in plain + early:
+        assert made.spilled_bytes == 0 and made.shared_bytes == 0
+        assert made.text.count("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc") == products
+    assert "griddepcontrol.wait" in early[0].text and "griddepcontrol" not in plain[1].text
+
+
+def test_planes_are_the_integers() -> None:
+    rng = np.random.default_rng(1)
+    for head_dim in (32, 64, 96, 128, 256):
+        q = rng.normal(size=(2, 6, head_dim)).astype(np.float32)
+        q[0, 1] = 0
+        found = units.round_queries(put(q), put(rq_signs(0, head_dim)), KV_HEADS, with_planes=True)
+        assert found.planes is not None and found.sums is not None
+        words = found.planes.cpu().numpy().view(np.uint32)  # [B, Hkv, R, planes, words]
+        ones = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+        weights = np.array([1, 2, 4, 8, 16, -32])
+        integers = (ones.reshape(*words.shape[:4], head_dim) * weights[:, None]).sum(axis=3)
+        assert (integers == found.integers.cpu().float().numpy()).all()
+        assert (integers.sum(-1) == found.sums.cpu().numpy()).all()

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from eps_core.backend.pages import Pool
 from eps_cuda.kernels.arguments import check_layout, check_shapes, held_as_codes, pool_arrays, pool_constants
+from eps_cuda.kernels.overlap import overlap, release, wait
 
 State = tuple[Tensor, Tensor]
 
@@ -138,11 +139,12 @@ def attend_split_kernel(
     HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, SPARSE: tl.constexpr,
     WIDE_Q: tl.constexpr, R_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, VALUES: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, VALUES: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Program (b * HKV + h, split): its share of the tokens of kv head h of sequence b, for the R query heads at once.
     Writes part_out [B, Hq, splits, D] float32, normalised, and part_lse [B, Hq, splits] float32, natural log. Strides
     are in elements, but where K or V are codes in rows, of contiguous pools."""
+    wait(OVERLAP)
     CODES: tl.constexpr = K_BITS != 16 or V_BITS != 16
     pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = pair // HKV, pair % HKV
@@ -212,6 +214,7 @@ def attend_split_kernel(
             acc = tl.dot(weight.to(VALUES), value, acc, input_precision="ieee")
         largest = new
 
+    release(OVERLAP)
     place = head * num_splits + split
     empty = total == 0
     total = tl.where(empty, 1.0, total)
@@ -247,12 +250,15 @@ def merge_splits(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(
-    part_out, part_lse, out, lse, num_splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    part_out, part_lse, out, lse, num_splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):  # fmt: skip
     """Program (b * Hq + head, block of channels): merges the splits of one query head."""
+    wait(OVERLAP)
     head = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     merged, mass = merge_splits(part_out, part_lse, head * num_splits, num_splits, d, D, BLOCK_S, BLOCK_D)
+    release(OVERLAP)
     tl.store(out + head * D + d, merged.to(out.dtype.element_ty), mask=d < D)
     if tl.program_id(1) == 0:
         tl.store(lse + head, mass)
@@ -274,8 +280,9 @@ def attend_groups(
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_lse.new_empty((batch, num_heads))
     block_d = merge_channels(head_dim)
     merge_kernel[(batch * num_heads, triton.cdiv(head_dim, block_d))](
-        part_out, part_lse, out, lse, part_lse.shape[2], D=head_dim, BLOCK_S=MERGE_SPLITS, BLOCK_D=block_d
-    )
+        part_out, part_lse, out, lse, part_lse.shape[2], D=head_dim, BLOCK_S=MERGE_SPLITS, BLOCK_D=block_d,
+        **overlap(q.device),
+    )  # fmt: skip
     return out, lse
 
 
@@ -303,7 +310,7 @@ def attend_splits(
         HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_size, SPARSE=groups is not None,
         WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, **padding(repeat, head_dim),
         BLOCK_N=chosen.block_tokens, **pool_constants(k_pool, v_pool), num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
+        num_stages=chosen.num_stages, **overlap(q.device),
     )  # fmt: skip
     return part_out, part_lse
 

@@ -22,8 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eps_cuda.kernels.overlap import overlap, release, wait
+
 CHUNK = 2048  # groups that one program takes
-SAMPLE = 512  # of a row, for the intervals
+SAMPLE = 512  # of a row, for the intervals, in runs of 8 that lie together
 BINS = 128
 CANDIDATES = 1024  # that are taken at a time
 LIST_BLOCK = 4096  # groups that `compact` takes at a time
@@ -110,10 +112,11 @@ def _count_bins(
     estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width, chunks,
     num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
     CHUNK: tl.constexpr, SAMPLE: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Leaves in `state` the interval of the K-th largest (BINS: among the always selected), how many lie above it and
     how many are taken, and in `scales` what `_bins` needs."""
+    wait(OVERLAP)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
     estimate_row = estimate + row.to(tl.int64) * groups
@@ -125,7 +128,8 @@ def _count_bins(
         estimate_row, start + tl.arange(0, CHUNK), start, start + CHUNK - 1, groups, length, num_sink_tokens,
         num_recent_tokens, min_context, S, SINK_RECENT,
     )  # fmt: skip
-    sample = tl.arange(0, SAMPLE) * tl.maximum(groups // SAMPLE, 1)
+    i = tl.arange(0, SAMPLE)
+    sample = i // 8 * (tl.maximum(groups // SAMPLE, 1) * 8) + i % 8
     some = tl.load(estimate_row + sample, mask=sample < groups, other=float("inf"))
     usual = tl.abs(some) < 1e30
     one = tl.where(usual, 1.0, 0.0)
@@ -143,6 +147,7 @@ def _count_bins(
     tl.atomic_add(counters + bin_index, found, mask=found > 0, sem="relaxed")
     if SINK_RECENT:
         tl.atomic_add(counters + BINS, tl.sum((value == float("inf")).to(tl.int32), axis=0), sem="relaxed")
+    release(OVERLAP)
     if _is_last(counters + BINS + 2, chunks):
         counts = tl.load(counters + bin_index, cache_modifier=".cg")
         always_selected = tl.load(counters + BINS, cache_modifier=".cg")
@@ -167,10 +172,11 @@ def _find_threshold(
     estimate, lengths, counters, state, scales, candidates, candidate_groups, chunk_counts, groups, kv_heads, chunks,
     num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
     CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, SCALES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Leaves in `chunk_counts` how many of each run lie above the interval, and in `scales` two values: what reaches
     the higher is taken, and of what reaches the lower alone as many as `state` says, the lower indices first."""
+    wait(OVERLAP)
     INFINITE: tl.constexpr = 0x7F800000
     LOWEST: tl.constexpr = -0x80000000
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -200,6 +206,7 @@ def _find_threshold(
     tl.store(candidates + place, value, mask=is_candidate)
     tl.store(candidate_groups + place, g, mask=is_candidate)
     tl.store(chunk_counts + row * chunks + chunk, tl.sum((own > at).to(tl.int32), axis=0))
+    release(OVERLAP)
     if _is_last(counters + BINS + 3, chunks):
         number = tl.load(counters + BINS + 1, cache_modifier=".cg")
         want = tl.load(state + 2) - tl.load(state + 1)
@@ -239,10 +246,11 @@ def _list(
     selected_mask, masses, groups, kv_heads, width, chunks,
     num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
     CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, SCALES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Writes a run's part of the list, and unless they are None of the mask and of the masses: the largest finite
     estimate, and the sums of the exponentials of all less that and of those that are not taken."""
+    wait(OVERLAP)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
     estimate_row = estimate + row.to(tl.int64) * groups
@@ -291,6 +299,7 @@ def _list(
         tl.store(masses, most)
         tl.store(masses + 1, tl.sum(mass, axis=0))
         tl.store(masses + 2, tl.sum(tl.where(taken, 0.0, mass), axis=0))
+    release(OVERLAP)
     # each run fills as much of what no group takes
     share = (width + chunks - 1) // chunks
     end = tl.minimum(chunk * share + share, width)
@@ -321,10 +330,6 @@ def _compact(selected_mask, out_groups, out_counts, groups, width, LIST: tl.cons
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def num_chunks(groups: int) -> int:
@@ -360,6 +365,7 @@ def _launch(
     shared = {
         "S": group_size, "SINK_RECENT": selectable is not None, "CHUNK": CHUNK, "BINS": BINS, "COUNTERS": COUNTERS,
         "STATE": STATE, "SCALES": SCALES, "num_warps": 8 if chunks * rows <= FEW_PROGRAMS else 4,
+        **overlap(estimate.device),
     }  # fmt: skip
     _count_bins[(chunks, rows)](
         estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width, chunks, *selectable_tokens,
@@ -404,6 +410,6 @@ def compact(selected_mask: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
     assert selected_mask.is_contiguous()
     listed = torch.empty((batch, kv_heads, width), dtype=torch.int32, device=selected_mask.device)
     counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=selected_mask.device)
-    block = min(_power_of_two(groups), LIST_BLOCK)
+    block = min(triton.next_power_of_2(groups), LIST_BLOCK)
     _compact[(batch * kv_heads,)](selected_mask.view(torch.uint8), listed, counts, groups, width, LIST=block)
     return listed, counts

@@ -21,12 +21,19 @@ from torch import Tensor
 from eps_core.config.selection import ANCHOR_SPREAD
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import PARTS, QUERY_STEPS
+from eps_cuda.kernels import bits
 from eps_cuda.kernels.attend import processors
 from eps_cuda.kernels.finalize import TO_INTEGER, _rotate
+from eps_cuda.kernels.overlap import overlap, release, wait
 from eps_cuda.kernels.score import (
+    _add_bits,
     _add_codes,
     _block,
     _check_layout,
+    _columns,
+    _estimate,
+    _from_byte,
+    _integer_sums,
     _padded_heads,
     _pairs,
     _places,
@@ -48,11 +55,14 @@ READ_ON_GROUPS = 64  # that a further pass takes at a time
 
 @triton.jit
 def _round_queries(
-    q, signs, turned, integers, steps, k_pool, table, anchors, stride_b, stride_h, unit_stride, head_stride,
-    table_units, kv_heads, inverse_root, R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr,
-    LOG_DIM: tl.constexpr, STEPS: tl.constexpr, SPREAD: tl.constexpr,
+    q, signs, turned, integers, steps, k_pool, table, anchors, planes, sums, stride_b, stride_h, unit_stride,
+    head_stride, table_units, kv_heads, inverse_root, R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr,
+    LOG_DIM: tl.constexpr, STEPS: tl.constexpr, SPREAD: tl.constexpr, PLANES: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """One query head: `rotate` and `rounded_query`, and its anchor unless `anchors` is None."""
+    """One query head: `rotate` and `rounded_query`, its anchor unless `anchors` is None, and the integers' bit planes
+    and their sum unless `planes` is None."""
+    wait(OVERLAP)
     row, r = tl.program_id(0), tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
     d = tl.arange(0, DIM2)
@@ -72,9 +82,18 @@ def _round_queries(
     step = tl.div_rn(tl.max(tl.abs(t)), STEPS * 1.0)
     usable = (step > 0) & (step < float("inf"))
     nearest = (tl.div_rn(t, tl.where(usable, step, 1.0)) + TO_INTEGER) - TO_INTEGER
+    release(OVERLAP)
     head = row * R + r
     tl.store(turned + head * HEAD_DIM + d, t, mask=d < HEAD_DIM)
-    tl.store(integers + head * HEAD_DIM + d, tl.where(usable, nearest, 0.0).to(tl.float16), mask=d < HEAD_DIM)
+    nearest = tl.where(usable, nearest, 0.0)
+    tl.store(integers + head * HEAD_DIM + d, nearest.to(tl.float16), mask=d < HEAD_DIM)
+    if planes is not None:
+        tl.store(sums + head, tl.sum(nearest, axis=0))
+        word = tl.arange(0, DIM2 // 32)
+        for plane in tl.static_range(PLANES):
+            ones = ((nearest.to(tl.int32) >> plane) & 1) << (d % 32)
+            words = tl.xor_sum(tl.reshape(ones, (DIM2 // 32, 32)), axis=1)
+            tl.store(planes + (head * PLANES + plane) * (HEAD_DIM // 32) + word, words, mask=word < HEAD_DIM // 32)
     # what is not finite makes no head the largest by chance: NaN is in all that it touches
     tl.store(steps + head, tl.where(step < float("inf"), step, float("nan")))
 
@@ -84,10 +103,11 @@ def _score_means(
     turned, mean, mean_scale, anchors, table, lengths, bases, table_units, spans, kv_heads,
     R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
     BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, SPAN: tl.constexpr,
-    LOG_S: tl.constexpr, BLOCK: tl.constexpr,
+    LOG_S: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """BLOCK units' means of one (sequence, kv head): log S + m_hat . a of each query head, less its anchor unless there
     is none."""
+    wait(OVERLAP)
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
     span = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -105,93 +125,8 @@ def _score_means(
     base = LOG_S + dots * step[:, None]
     if anchors is not None:
         base -= tl.load(anchors + row * R + r, mask=r < R, other=0.0)[None, :]
+    release(OVERLAP)
     tl.store(bases + place, base, mask=(span < spans)[:, None] & (r < R)[None, :])
-
-
-@triton.jit
-def _from_byte(stored):
-    """The float32 numbers that `_to_byte` stored."""
-    return (stored.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _columns(
-    integers_row, head, WEIGHT: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, BYTES: tl.constexpr,
-    BP: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """Return what the bits of D dimensions are multiplied with, a head [RP] a column: for each of the products
-    float16 [BP * FOLD, RP], WEIGHT times an integer over the power of two that stands for a one in its place."""
-    k = tl.arange(0, BP * FOLD)
-    byte, fold = k % BP, k // BP
-    columns = ()
-    for step in tl.static_range((7 + FOLD) // FOLD):
-        bit = step * FOLD + fold
-        d = byte * 8 + bit
-        used = (byte < BYTES) & (bit < 8) & (d < D)
-        a = tl.load(integers_row + head[None, :] * ROW + d[:, None], mask=used[:, None], other=0.0).to(tl.float32)
-        unshift = ((127 - bit) << 23).to(tl.float32, bitcast=True) * WEIGHT
-        columns = columns + ((a * unshift[:, None]).to(tl.float16),)  # type: ignore[assignment]  # noqa: RUF005
-    return columns
-
-
-@triton.jit
-def _add_bits(total, packed, columns, BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr):
-    """total [M, RP] and the products of the bits of packed [M, BP * FOLD] with `_columns`, times 2^-24 where
-    SUBNORMAL."""
-    for step in tl.static_range((7 + FOLD) // FOLD):
-        if FOLD == 1:
-            masked = packed & (1 << step)
-        else:
-            masked = packed & (1 << (step * FOLD + tl.arange(0, BP * FOLD) // BP)).to(tl.uint8)[None, :]
-        if SUBNORMAL:
-            total = tl.dot(masked.to(tl.uint16).to(tl.float16, bitcast=True), columns[step], total)
-        else:
-            total = tl.dot(masked.to(tl.float16), columns[step], total)
-    return total
-
-
-@triton.jit
-def _integer_sums(integers_row, head, D: tl.constexpr, ROW: tl.constexpr, DP: tl.constexpr):
-    """The sum of the first D integers of each head [RP]: float32."""
-    d = tl.arange(0, DP)
-    a = tl.load(integers_row + head[:, None] * ROW + d[None, :], mask=(d < D)[None, :], other=0.0)
-    return tl.sum(a.to(tl.float32), axis=1)
-
-
-@triton.jit
-def _larger(a, b):
-    """The larger of two, NaN if either is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _log(x, ASM: tl.constexpr):
-    """The natural logarithm of x from 1 on: a single instruction on NVIDIA, 2^-22 off; the library's takes twenty."""
-    if ASM:
-        log2 = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-        return log2 * 0.6931471805599453
-    return tl.log(x)
-
-
-@triton.jit
-def _estimate(
-    total, sums, step, shift, scale, R: tl.constexpr, RP: tl.constexpr, SUBNORMAL: tl.constexpr,
-    LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """[M] of what bits add up to [M, RP], where `sums` [RP] stand for zero: the most of all heads, or the log of the
-    sum of their masses; LARGEST where one is not finite. Columns past R are of the same heads again."""
-    ones = total * 16777216.0 if SUBNORMAL else total
-    # a scale times these is exact
-    estimate = shift + scale[:, None] * (ones - sums[None, :]) * step[None, :]
-    best = tl.reduce(estimate, 1, _larger)
-    if SUM:
-        mass = tl.exp2((estimate - best[:, None]) * 1.4426950408889634)
-        if RP % R == 0:
-            mass = tl.sum(mass, axis=1) * (R / RP)
-        else:
-            mass = tl.sum(tl.where((tl.arange(0, RP) < R)[None, :], mass, 0.0), axis=1)
-        best += _log(mass, ASM)
-    return tl.where(tl.abs(best) < float("inf"), best, LARGEST)
 
 
 @triton.jit(do_not_specialize=["table_units", "groups", "spans", "spans_each"])
@@ -199,10 +134,11 @@ def _score_units(
     integers, steps, bases, codes, second, scale, valid, table, lengths, estimate, table_units, groups, spans,
     kv_heads, spans_each, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
     SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr,
-    LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr,
+    LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """`spans_each` units of one (sequence, kv head), by the first D of ROW dimensions; by all of them and their
     rescoring bits where there is `second`."""
+    wait(OVERLAP)
     BYTES: tl.constexpr = (D + 7) // 8
     BP: tl.constexpr = (DP + 7) // 8 if D == ROW else BYTES
     FOLD: tl.constexpr = 16 // BP if BP < 16 else 1
@@ -238,6 +174,7 @@ def _score_units(
         best = _estimate(total, sums, step, shift[None, :], by, R, RP, SUBNORMAL, LARGEST, SUM, ASM)
         best = tl.where(known, best, tl.where(g * S < length, float("inf"), -float("inf")))
         tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=n < N)
+    release(OVERLAP)
 
 
 @triton.jit(do_not_specialize=["table_units", "groups", "spans", "width", "through_width", "each"])
@@ -246,11 +183,12 @@ def _read_on(
     counts, table_units, groups, spans, kv_heads, width, through_width, each,
     R: tl.constexpr, D: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr,
     DP: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, LARGEST: tl.constexpr,
-    SUM: tl.constexpr, ASM: tl.constexpr, M: tl.constexpr,
+    SUM: tl.constexpr, ASM: tl.constexpr, M: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """`each` listed groups of one (sequence, kv head), by the parts that are given, of D, MORE and REST dimensions, and
     with `second` by their rescoring bits, too. Lists name entries of `through`, or groups where that is None. Estimates
     go to `left` [B, Hkv, width] too, and groups to `named`, unless these are None."""
+    wait(OVERLAP)
     BYTES: tl.constexpr = (D + 7) // 8
     WHOLE: tl.constexpr = (ROW + 7) // 8
     WHOLE_P: tl.constexpr = (DP + 7) // 8
@@ -322,6 +260,7 @@ def _read_on(
             tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=listed)
             if left is not None:
                 tl.store(left + w, best, mask=listed)
+    release(OVERLAP)
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
@@ -335,9 +274,13 @@ class Query:
     integers: Tensor  # [B, Hkv, R, D] float16: turned ~ integers * steps
     steps: Tensor  # [B, Hkv, R] float32
     anchors: Tensor | None  # [B, Hkv, R] float32 (`scoring.anchors`)
+    planes: Tensor | None  # [B, Hkv, R, PLANES, D / 32] int32: bits of the integers
+    sums: Tensor | None  # [B, Hkv, R] float32 of the integers, where there are planes
 
 
-def round_queries(q: Tensor, signs: Tensor, kv_heads: int, first: tuple[Tensor, Tensor] | None = None) -> Query:
+def round_queries(
+    q: Tensor, signs: Tensor, kv_heads: int, first: tuple[Tensor, Tensor] | None = None, with_planes: bool = False
+) -> Query:
     """q [B, Hq, D] unscaled, signs [2, D] float32 of the rotation. `first`: K [P, Hkv, U, D] and the table [B, M] int32
     of the units whose first token anchors the query heads."""
     batch, heads, head_dim = q.shape
@@ -353,17 +296,28 @@ def round_queries(q: Tensor, signs: Tensor, kv_heads: int, first: tuple[Tensor, 
         k_pool, table = first
         assert k_pool.stride(-1) == 1 and table.is_contiguous()
         anchors, strides = torch.empty_like(steps), (*k_pool.stride()[:2], table.shape[1])
+    planes, sums = None, None
+    if with_planes:
+        planes = torch.empty((*shape[:3], bits.PLANES, head_dim // 32), dtype=torch.int32, device=q.device)
+        sums = torch.empty_like(steps)
     _round_queries[(batch * kv_heads, shape[2])](
-        q, signs, turned, integers, steps, k_pool, table, anchors, q.stride(0), q.stride(1), *strides, kv_heads,
-        1 / math.sqrt(head_dim), R=shape[2], HEAD_DIM=head_dim, DIM2=padded, LOG_DIM=padded.bit_length() - 1,
-        STEPS=QUERY_STEPS, SPREAD=ANCHOR_SPREAD, num_warps=1, enable_fp_fusion=False,
+        q, signs, turned, integers, steps, k_pool, table, anchors, planes, sums, q.stride(0), q.stride(1), *strides,
+        kv_heads, 1 / math.sqrt(head_dim), R=shape[2], HEAD_DIM=head_dim, DIM2=padded,
+        LOG_DIM=padded.bit_length() - 1, STEPS=QUERY_STEPS, SPREAD=ANCHOR_SPREAD, PLANES=bits.PLANES, num_warps=1,
+        enable_fp_fusion=False, **overlap(q.device),
     )  # fmt: skip
-    return Query(turned, integers, steps, anchors)
+    return Query(turned, integers, steps, anchors, planes, sums)
 
 
-def _each(rows: int, pieces: int, device: torch.device) -> int:
-    """Return how many of the pieces of each row one program takes."""
-    return triton.cdiv(pieces, max(PROGRAMS * processors(device) // rows, 1))
+def _each(rows: int, pieces: int, device: torch.device, programs: int = PROGRAMS) -> int:
+    """Return how many of the pieces of each row one of `programs` of a multiprocessor takes."""
+    return triton.cdiv(pieces, max(programs * processors(device) // rows, 1))
+
+
+def reads_bits(depth: Depth, groups_per_span: int, head_dim: int, device: torch.device) -> bool:
+    """Return whether `score_bits` makes the estimates: of whole codes of whole words."""
+    whole = depth.at_once and not depth.cascaded
+    return whole and groups_per_span == bits.GROUPS and head_dim % 32 == 0 and bits.multiplies_bits(device)
 
 
 def integer_columns(repeat: int) -> int:
@@ -385,7 +339,7 @@ def _bases(
     _score_means[(triton.cdiv(spans, block), batch * kv_heads)](
         query.turned, summary["mean"], summary["mean_scale"], query.anchors, table, lengths, bases, table.shape[1],
         spans, kv_heads, D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SPAN=together * group_size,
-        LOG_S=math.log(group_size), BLOCK=block,
+        LOG_S=math.log(group_size), BLOCK=block, **overlap(table.device),
     )  # fmt: skip
     return bases
 
@@ -413,12 +367,19 @@ def score_units(
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
     shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE, "num_warps": 1}
     shared["ASM"] = table.is_cuda and not torch.version.hip
+    shared |= overlap(table.device)
     # of each further pass: how many groups it reads, which parts, and whether rescoring bits
     names = PARTS[len(dims)]
     passes = [(*some, names[: at + 2], False) for at, some in enumerate(depth.cascaded)]
     if depth.rescored[1] and not depth.at_once:
         passes.append((*depth.rescored, names, True))
     sums = query.anchors is not None  # in what is read last
+    if query.planes is not None and query.sums is not None:
+        bits.score_bits(
+            query.planes, query.sums, query.steps, bases, summary, valid, table, lengths, estimate,
+            group_size=group_size, spans_each=_each(rows, spans, table.device, bits.PROGRAMS), together=sums,
+        )  # fmt: skip
+        return estimate
     spans_each = _each(rows, spans, table.device)
     second, by = (summary["second"], summary["second_scale"]) if depth.at_once else (None, summary["scale"])
     _score_units[(triton.cdiv(spans, spans_each), rows)](

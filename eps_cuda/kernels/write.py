@@ -16,6 +16,7 @@ from torch import Tensor
 from eps_core.summaries.rq import SECOND_STEP
 from eps_cuda.kernels.arguments import stride_constants
 from eps_cuda.kernels.finalize import _finalize_unit, _finalize_values, _sum_rows
+from eps_cuda.kernels.overlap import overlap, release, wait
 
 # most elements of a group or correction group that a program sums at once, and the most that one warp is given: its
 # butterflies need no barrier, and it still fits its registers. Changes speed only
@@ -68,14 +69,16 @@ def write_kernel(
     UNIT: tl.constexpr, SPAN: tl.constexpr, LOG_SPAN: tl.constexpr, LOG_GROUP: tl.constexpr, TAIL: tl.constexpr,
     LOG_TAIL: tl.constexpr, LOG_TILE: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr,
     CODES: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """One program per (token, kv head). Pointers that are None are left out; `finite` uint8."""
+    wait(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)
     if slot < 0:
         return
+    release(OVERLAP)
     unit = (slot // UNIT).to(tl.int64)
     offset = slot % UNIT
     d = tl.arange(0, DIM2)
@@ -218,4 +221,5 @@ def write_tokens(
         *((correction.mean, correction.mean_scale, correction.valid) if correction else (None,) * 3),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         **constants, **stride_constants(k_pool, v_pool), num_warps=num_warps, enable_fp_fusion=False,
+        **overlap(k.device),
     )  # fmt: skip
