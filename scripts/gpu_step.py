@@ -85,7 +85,7 @@ def step_ms(session: Session, prefix: Prefix, batch: int, config: EpsConfig, war
 
 
 @click.command()
-@click.option("--cells", default="32768x1,131072x1,65536x4", show_default=True, help="context x batch, ...")
+@click.option("--cells", default="65536x4,131072x1,131072x4", show_default=True, help="context x batch, ...")
 @click.option("--layers", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="8b", show_default=True)
 @click.option("--device", default="cuda", show_default=True)

@@ -159,7 +159,7 @@ def gpu_kernels_table(folder: Path) -> None:
         print(row(f"`{known}`", *(f"{one['kernels'].get(name, {}).get('us', 0):.1f}" for one in found.values())))
     busy = (sum(kernel["us"] for kernel in one["kernels"].values()) for one in found.values())
     gaps = (one["step_us"] - us for one, us in zip(found.values(), busy, strict=True))
-    print(row("between them", *(f"{us:.1f}" for us in gaps)))
+    print(row("gaps less overlaps", *(f"{us:.1f}" for us in gaps)))
 
 
 def gpu_step_table(folder: Path) -> None:
