@@ -112,7 +112,7 @@ def _load(
     span, last, bases_row, codes, second, scale, valid, table_row, length, kv_heads, h, eight, q, R: tl.constexpr,
     WORDS: tl.constexpr, SPU: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """What the sums of a unit take, where it is before `last`: for each four words 4 of codes and 8 of rescoring bits,
+    """Return what sums of a unit take, where it is before `last`: for each four words 4 of codes and 8 of second bits,
     the scales of eight groups, the base of each of a lane's heads, and whether there is a summary."""
     unit = tl.maximum(tl.load(table_row + span // SPU, mask=span < last, other=0), 0).to(tl.int64)
     tile = (unit * kv_heads + h) * SPU + span % SPU
