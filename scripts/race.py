@@ -42,6 +42,7 @@ from eps_core.metrics.provenance import package_version, provenance
 from eps_core.metrics.terminal import Progress
 from eps_core.tasks.corpus import corpus
 
+PEERS = ("float32", "bfloat16")  # of transformers
 CHECK_TOKENS, CHECK_KL, WARM_UP = 64, 0.01, 2
 OFF, SPARSE = EpsConfig(), EpsConfig.of(method="rq")
 OURS = (  # name, config, weights of steps, verified
@@ -228,17 +229,24 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 @click.option("--prefill-up-to", type=click.IntRange(min=1), default=8192, show_default=True, help="Tokens.")
 @click.option("--llama-python", help="Interpreter with llama-cpp-python; without, llama.cpp takes no part.")
 @click.option("--gguf", type=click.Path(exists=True, dir_okay=False), help="A further GGUF file of the model to race.")
+@click.option("--runners", "only", help="Names of those that take part, commas; without, all.")
 @click.option("--table", "table_only", is_flag=True, help="Print the table of OUTPUT and measure nothing.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="JSONL; rows are appended.")
 def main(
     model: Path | None, context: str, batch: int, ragged: bool, rounds: int, steps: int, prefill_up_to: int,
-    llama_python: str | None, gguf: str | None, table_only: bool, output: Path,
+    llama_python: str | None, gguf: str | None, only: str | None, table_only: bool, output: Path,
 ) -> None:  # fmt: skip
     if table_only:
         print(table(rows_of(output)))
         return
     require(model is not None, "--model is missing: give a Hugging Face folder (scripts/get_model.py)")
     assert model is not None
+    peers = [f"transformers {dtype}" for dtype in PEERS if not ragged]  # which it pads
+    kinds = [*FILES, *((("llama.cpp, given file", "given"),) if gguf else ())] if llama_python and batch == 1 else []
+    names = [*(one[0] for one in OURS), *peers, *(one[0] for one in kinds)]
+    chosen = only.split(",") if only else names
+    unknown = ", ".join(sorted(set(chosen) - set(names)))
+    require(not unknown, f"--runners: {unknown} takes no part here: choose among {', '.join(names)}")
     session = Session.open(model, "cuda", "cpu", "bfloat16")
     contexts = [int(one) for one in context.split(",")]
     room = WARM_UP + rounds * steps + 64  # a round of verified decoding may run past its steps
@@ -255,8 +263,8 @@ def main(
         out = stack.enter_context(outputs.Output(output, "-o"))
         writer = stack.enter_context(outputs.JsonlWriter(out, kept_bytes))
         files: dict[str, tuple[Llama, dict[str, Any]]] = {}
-        if llama_python is not None and batch == 1:
-            for name, kind in (*FILES, *((("llama.cpp, given file", "given"),) if gguf else ())):
+        if kinds:
+            for name, kind in kinds:
                 file = str(Path(gguf).resolve()) if gguf and kind == "given" else None
                 about = {"model": str(model.resolve()), "kind": kind, "gguf": file, "threads": threads}
                 files[name] = Llama(llama_python, stack), {**about, "room": longest + 8}
@@ -267,7 +275,7 @@ def main(
             "type": "run", **provenance(versions), "device_name": host.host_name(), "threads": threads,
             "model": model.name, "asked": asked,
         })  # fmt: skip
-        peers = {dtype: transformers_model(model, dtype) for dtype in ("float32", "bfloat16")}
+        models = {name: transformers_model(model, name.split()[1]) for name in peers if name in chosen}
         for tokens in contexts:
             prompts = [text[:length] for length in lengths_of(tokens, batch, ragged)]
             timed = batch == 1 and tokens <= prefill_up_to
@@ -275,18 +283,20 @@ def main(
             with Progress("prefill:", "runners") as progress:
                 prefix = session.prefix(prompts[0][:-1])
                 for name, config, weights, verify in OURS:
+                    if name not in chosen:
+                        continue
                     first = timed and weights == "full" and not verify
                     own = None if first else prefix
                     runners[name] = run_eps(session, config, prompts, room, weights, verify, own)
-                    progress(len(runners), 7 + len(files))
-                if not ragged:  # which it pads
-                    for dtype, peer in peers.items():
-                        filled = None if timed else prefix.keys_values
-                        runners[f"transformers {dtype}"] = run_transformers(peer, prompts, filled)
-                        progress(len(runners), 7 + len(files))
+                    progress(len(runners), len(chosen))
+                for name, peer in models.items():
+                    filled = None if timed else prefix.keys_values
+                    runners[name] = run_transformers(peer, prompts, filled)
+                    progress(len(runners), len(chosen))
                 for name, (llama, about) in files.items():
-                    runners[name] = run_llama(llama, prompts[0], about)
-                    progress(len(runners), 7 + len(files))
+                    if name in chosen:
+                        runners[name] = run_llama(llama, prompts[0], about)
+                        progress(len(runners), len(chosen))
             found = race({name: one[1] for name, one in runners.items()}, rounds, steps)
             for name, times in found.items():
                 writer.write({

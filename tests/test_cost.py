@@ -1,6 +1,7 @@
 """Where sparse attention pays: the break-even of measured costs, what is kept of it, and what `run` does with it."""
 
 import json
+import sys
 import tempfile
 
 import numpy as np
@@ -148,3 +149,25 @@ def test_kernels_are_compiled_before_costs_are_measured(monkeypatch) -> None:
     flags = ["--backend", "cuda", "--method", "rq", "--eps-min-context", "auto", "--max-new-tokens", "1"]
     assert CliRunner().invoke(cli, ["run", *flags, "--prompt", "It was a dark and stormy night."]).exit_code == 0
     assert order.index("costs") == 2 and order[:2] == ["kernels"] * 2
+
+
+def test_every_way_in_asks_what_pays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = set()
+
+    def recorded(config: EpsConfig, device: str) -> EpsConfig:
+        asked.add((sys._getframe(1).f_globals["__name__"], device))
+        return config
+
+    monkeypatch.setattr(EpsConfig, "for_device", recorded)
+    here = ["--backend", "cuda", "--device", "cpu"]
+    run = ["run", "--device", "cpu", "--prompt", "It was a dark night. " * 20, "--max-new-tokens", "2"]
+    for flags in (
+        [*run, "--backend", "cuda"], [*run, "--engine", "transformers"],
+        ["evaluate", *here, "--context", "256", "--tasks", "none", "--samples", "1",
+         "--text-steps", "2", "--no-oracle"],
+    ):  # fmt: skip
+        done = CliRunner().invoke(cli, flags)
+        assert done.exit_code == 0, done.output
+    places = "decode.session", "evaluation.compare", "evaluation.measure"
+    assert asked >= {(f"eps_core.{place}", "cpu") for place in places}
+    assert ("eps_cuda.integrations.transformers.cache", "cpu") in asked
