@@ -342,6 +342,21 @@ def test_what_a_graph_holds_stays_where_it_is(model, name) -> None:
     assert addresses(cache) == before
 
 
+@pytest.mark.parametrize("config", [CONFIG, EpsConfig()], ids=["sparse", "dense"])
+def test_a_step_tells_of_nan_in_k(model, config) -> None:
+    _, cache, decoder = decode(model, "triton", config, steps=2)
+    pool = PagePool(60, config.cache_config.unit_tokens)
+    chosen = config.selection_config if config.cache_config.enabled else None
+    steps = generate(decoder, cache, pool, [[8, 9, 10] * 90], 4, Sampling(), chosen, prefill_chunk=300)
+    next(steps)
+    next(steps)
+    assert cache.steps
+    with torch.inference_mode():
+        cache.finite[1].fill_(False)
+    with pytest.raises(ConfigError, match="NaN or Inf in K of layer 1"):
+        next(steps)
+
+
 def test_a_cache_is_freed_with_its_last_reference(model) -> None:
     _, cache, decoder = decode(model, "triton", steps=1)
     assert cache.steps

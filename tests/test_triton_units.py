@@ -33,6 +33,13 @@ def test_integers_are_converted_where_subnormals_are_flushed(name, monkeypatch) 
     check(TRITON, DEVICE, Filled(CASES[name]))
 
 
+@pytest.mark.parametrize("name", ["usual", "summed, read at once", "no power of two, read at once"])
+def test_a_program_takes_many_units(name, monkeypatch) -> None:
+    """As of a long context: one multiprocessor is all that there is."""
+    monkeypatch.setattr(units, "processors", lambda device: 1)
+    check(TRITON, DEVICE, Filled(CASES[name]))
+
+
 def test_queries_are_rounded_as_everywhere() -> None:
     """Bit for bit what the array operations make, also where a quotient lies in the middle between two integers."""
     rng = np.random.default_rng(0)
