@@ -51,10 +51,10 @@ def bracket(keys, count, num, low, high):
     middle, spread = share * SAMPLE, 4 * np.sqrt(SAMPLE * share * (1 - share)) + 2
     least, most, place = low, high, np.int64(middle - spread)
     if place >= 1:
-        most, _, _ = nth_largest(sample, SAMPLE, place, low, high)
+        most, _, _ = nth_largest(sample, np.int64(SAMPLE), place, low, high)
     place = np.int64(middle + spread) + 1
     if place <= SAMPLE:
-        least, _, _ = nth_largest(sample, SAMPLE, place, low, high)
+        least, _, _ = nth_largest(sample, np.int64(SAMPLE), place, low, high)
     return least, most
 
 

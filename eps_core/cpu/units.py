@@ -396,22 +396,23 @@ def score_units(
     wait(progress, 0, total)
 
     finalize_groups = finalized // size
+    zero, one = np.int64(0), np.int64(1)  # of literal numbers a function is compiled for each
     if together:
         score_some(
-            progress, 1, 0, rows, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
+            progress, one, zero, rows, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
             cascaded, rescored, dims, size, head_dim, finalize_groups, per_unit, states, places, words, queries,
             factors, shifts, adds, bases, lists, estimate,
         )  # fmt: skip
         return
-    own = new_lists(1, groups, lists[2].shape[1] - 2, passes)
+    own = new_lists(one, groups, lists[2].shape[1] - 2, passes)
     while True:
         row = take(progress, 1)
         if row >= rows:
             break
         score_some(
-            np.zeros((MOST_PHASES, progress.shape[1]), np.int64), 0, row, 1, mean, mean_scale, mean_bits, scale, codes,
-            later, second, second_scale, lengths, cascaded, rescored, dims, size, head_dim, finalize_groups, per_unit,
-            states, places, words, queries, factors, shifts, adds, bases, own, estimate,
+            np.zeros((MOST_PHASES, progress.shape[1]), np.int64), zero, row, one, mean, mean_scale, mean_bits, scale,
+            codes, later, second, second_scale, lengths, cascaded, rescored, dims, size, head_dim, finalize_groups,
+            per_unit, states, places, words, queries, factors, shifts, adds, bases, own, estimate,
         )  # fmt: skip
         finish(progress, 1)
     wait(progress, 1, rows)
