@@ -259,16 +259,15 @@ def _static(model: Any, cache: Cache, plan: StepPlan, sparse: bool, draft: bool 
 def _start(
     static: StaticStep, model: Any, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan
 ) -> Outputs:
-    """Has the device begin with a step whose budget is in place. The host counts while it runs."""
-    if static.finite is not None:
+    """Launch a step whose budget is in place, once the host's state has taken its slots."""
+    if static.finite is None:
+        dispatch.plan_step(cache, slots)
+    else:
         for layer in range(cache.spec.num_layers):
             invalidate(cache, layer, slots)
     ((cos, sin),) = model.angles(plan.lengths - 1)
     static.fill(tokens=np.asarray(tokens), slots=slots, lengths=plan.lengths, table=plan.table, cos=cos, sin=sin)
-    outputs = static(model, cache)
-    if static.finite is None:
-        dispatch.plan_step(cache, slots)
-    return outputs
+    return static(model, cache)
 
 
 def _finish(static: StaticStep, cache: Cache, outputs: Outputs, batch: int) -> tuple[np.ndarray, np.ndarray]:

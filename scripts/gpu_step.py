@@ -17,12 +17,14 @@ import click
 import torch
 from safetensors.torch import save_file
 
+import eps_cuda
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
+from eps_core.metrics.provenance import provenance
 from eps_core.models.config import DEMO_MODEL
 
 SHAPES = {  # hidden, inner, query heads, kv heads, head_dim, vocabulary, warm and timed steps
@@ -98,6 +100,7 @@ def main(cells: str, layers: int, shape: str, device: str, output: Path) -> None
         session = Session.open(model, "cuda", device, dtype, kernels="triton")
         *_, kv_heads, head_dim, _, warm_steps, num_steps = SHAPES[shape]
         name = torch.cuda.get_device_name() if device == "cuda" else device
+        out.write(json.dumps({"type": "run", "device_name": name, **provenance(eps_cuda.versions())}) + "\n")
         for cell in cells.split(","):
             context, batch = (int(number) for number in cell.split("x"))
             generator = torch.Generator(device).manual_seed(context)

@@ -229,12 +229,12 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 @click.option("--prefill-up-to", type=click.IntRange(min=1), default=8192, show_default=True, help="Tokens.")
 @click.option("--llama-python", help="Interpreter with llama-cpp-python; without, llama.cpp takes no part.")
 @click.option("--gguf", type=click.Path(exists=True, dir_okay=False), help="A further GGUF file of the model to race.")
-@click.option("--runners", "only", help="Names of those that take part, commas; without, all.")
+@click.option("--runner", "only", multiple=True, help="The name of one that takes part; repeatable. Without, all do.")
 @click.option("--table", "table_only", is_flag=True, help="Print the table of OUTPUT and measure nothing.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="JSONL; rows are appended.")
 def main(
     model: Path | None, context: str, batch: int, ragged: bool, rounds: int, steps: int, prefill_up_to: int,
-    llama_python: str | None, gguf: str | None, only: str | None, table_only: bool, output: Path,
+    llama_python: str | None, gguf: str | None, only: tuple[str, ...], table_only: bool, output: Path,
 ) -> None:  # fmt: skip
     if table_only:
         print(table(rows_of(output)))
@@ -244,9 +244,9 @@ def main(
     peers = [f"transformers {dtype}" for dtype in PEERS if not ragged]  # which it pads
     kinds = [*FILES, *((("llama.cpp, given file", "given"),) if gguf else ())] if llama_python and batch == 1 else []
     names = [*(one[0] for one in OURS), *peers, *(one[0] for one in kinds)]
-    chosen = only.split(",") if only else names
+    chosen = list(only) or names
     unknown = ", ".join(sorted(set(chosen) - set(names)))
-    require(not unknown, f"--runners: {unknown} takes no part here: choose among {', '.join(names)}")
+    require(not unknown, f"--runner {unknown} takes no part here: choose among {'; '.join(names)}")
     session = Session.open(model, "cuda", "cpu", "bfloat16")
     contexts = [int(one) for one in context.split(",")]
     room = WARM_UP + rounds * steps + 64  # a round of verified decoding may run past its steps
@@ -263,14 +263,17 @@ def main(
         out = stack.enter_context(outputs.Output(output, "-o"))
         writer = stack.enter_context(outputs.JsonlWriter(out, kept_bytes))
         files: dict[str, tuple[Llama, dict[str, Any]]] = {}
-        if kinds:
-            for name, kind in kinds:
+        chosen_kinds = [one for one in kinds if one[0] in chosen]
+        if chosen_kinds:
+            for name, kind in chosen_kinds:
                 file = str(Path(gguf).resolve()) if gguf and kind == "given" else None
                 about = {"model": str(model.resolve()), "kind": kind, "gguf": file, "threads": threads}
                 files[name] = Llama(llama_python, stack), {**about, "room": longest + 8}
-            llama, about = files["llama.cpp bf16"]
+            llama, about = next(iter(files.values()))
             compare(llama, model, text[:CHECK_TOKENS], about)
-        asked = {"context": contexts, "batch": batch, "ragged": ragged, "rounds": rounds, "steps": steps}
+        asked = {
+            "context": contexts, "batch": batch, "ragged": ragged, "rounds": rounds, "steps": steps, "runners": chosen,
+        }  # fmt: skip
         writer.write({
             "type": "run", **provenance(versions), "device_name": host.host_name(), "threads": threads,
             "model": model.name, "asked": asked,
@@ -294,9 +297,8 @@ def main(
                     runners[name] = run_transformers(peer, prompts, filled)
                     progress(len(runners), len(chosen))
                 for name, (llama, about) in files.items():
-                    if name in chosen:
-                        runners[name] = run_llama(llama, prompts[0], about)
-                        progress(len(runners), len(chosen))
+                    runners[name] = run_llama(llama, prompts[0], about)
+                    progress(len(runners), len(chosen))
             found = race({name: one[1] for name, one in runners.items()}, rounds, steps)
             for name, times in found.items():
                 writer.write({

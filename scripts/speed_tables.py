@@ -166,6 +166,8 @@ def gpu_step_table(folder: Path) -> None:
     print(row("context x batch", "layers", "dense, ms", "EPS, ms", "dense / EPS"))
     print("|" + "---|" * 5)
     for place, values in inputs.read_jsonl(folder / "gpu" / "step.jsonl", "results", MEND):
+        if values.get("type") != "step":
+            continue
         line = read_record(GPU_STEP, values, place, MEND)
         dense, sparse = line["step_ms"].values()
         print(row(f"{line['context']:,} x {line['batch']}", line["layers"], f"{dense:.2f}", f"{sparse:.2f}",

@@ -72,6 +72,19 @@ CASES = {
     "summed, read at once": Case(64, 4, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum"),
     "128 dimensions, read at once": Case(128, 7, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum"),
     "256 dimensions, read at once": Case(256, 9, mean_tokens=64, size=1, cascade=(), rescore=1.0, num_units=3),
+    "one head, read at once": Case(32, 1, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum"),
+    "three heads, read at once": Case(
+        160, 3, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum", num_units=3
+    ),
+    "nine heads, read at once": Case(
+        64, 9, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum", num_units=3
+    ),
+    "seventeen heads, read at once": Case(
+        64, 17, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum", num_units=3
+    ),
+    "two means a unit, read at once": Case(
+        64, 4, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum", correction_tokens=128, num_units=4
+    ),
     "96 dimensions, read at once": Case(96, 2, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum"),
     "no power of two, read at once": Case(80, 5, size=4, cascade=(), rescore=1.0, mean_bits=8, combine="sum"),
     "summed in three parts": Case(64, 4, mean_tokens=64, cascade=(0.5, 0.2), rescore=0.0625, combine="sum"),

@@ -1,9 +1,11 @@
 """What is Triton's own in its kernels of codes about units' means: rounded queries to the bit, and what the compilers
 make of them. Estimates are tested with all kernels, in test_kernel_scores.py."""
 
+import ast
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,7 +37,7 @@ def test_integers_are_converted_where_subnormals_are_flushed(name, monkeypatch) 
 
 @pytest.mark.parametrize("name", ["usual", "summed, read at once", "no power of two, read at once"])
 def test_a_program_takes_many_units(name, monkeypatch) -> None:
-    """As of a long context: one multiprocessor is all that there is."""
+    """Long contexts give each program many units; here one multiprocessor does."""
     monkeypatch.setattr(units, "processors", lambda device: 1)
     check(TRITON, DEVICE, Filled(CASES[name]))
 
@@ -165,9 +167,13 @@ def test_kernels_compile_for_gpus() -> None:
     assert len(re.findall(r"ld\.global\.v4\.b32", first)) >= 4 > len(re.findall(r"ld\.global\.b8 .*%rd1[0-2] ", first))
 
 
-@pytest.mark.parametrize(("repeat", "head_dim", "products"), [(4, 128, 24), (7, 128, 48), (2, 64, 24), (8, 256, 96)])
+@pytest.mark.parametrize(
+    ("repeat", "head_dim", "products"),
+    [(4, 128, 24), (7, 128, 48), (2, 64, 24), (8, 256, 96), (bits.MOST_HEADS, 128, 96), (1, 160, 48)],
+)
 def test_products_of_bits_compile_for_nvidia(repeat: int, head_dim: int, products: int) -> None:
-    """Every lane holds one element of what products take, as their assembly expects: else there were several of it."""
+    """Every lane holds one element of what products take, as their assembly expects: with more, a product would be
+    compiled several times."""
     constants = BITS | {"R": repeat, "WORDS": head_dim // 32}
     plain, early = (
         compile_ahead([replace(one, types=one.types | WIDE)], targets)[0]
@@ -195,3 +201,16 @@ def test_planes_are_the_integers() -> None:
         integers = (ones.reshape(*words.shape[:4], head_dim) * weights[:, None]).sum(axis=3)
         assert (integers == found.integers.cpu().float().numpy()).all()
         assert (integers.sum(-1) == found.sums.cpu().numpy()).all()
+
+
+def test_kernels_that_overlap_wait_first() -> None:
+    """A kernel that reads before it waits may read what the kernel before it has not written yet."""
+    found = []
+    for file in sorted(Path(units.__file__).parent.glob("*.py")):
+        for one in ast.parse(file.read_text()).body:
+            if isinstance(one, ast.FunctionDef) and "OVERLAP" in [arg.arg for arg in one.args.args[1:]]:
+                lines = [ast.unparse(line) for line in one.body]
+                assert lines[1] == "wait(OVERLAP)", one.name  # after its docstring
+                assert "release(OVERLAP)" in "\n".join(lines), one.name
+                found.append(one.name)
+    assert len(found) == 11

@@ -191,9 +191,10 @@ class EpsConfig:
             return SelectionConfig(policy=flat.get("policy", "topk"), scope=flat.get("scope", "kv-head"))
 
     @classmethod
-    def reading(cls, cache_config: CacheConfig) -> Self:
-        """A read of everything that a store keeps, whatever its method's usual one is: for checks."""
-        rescore, combine = 0.25 if cache_config.second_bit else 0.0, "sum" if cache_config.sums_heads else "max"
+    def reading(cls, cache_config: CacheConfig, device: str) -> Self:
+        """A read of all that a store keeps, as a device does it, whatever its method's usual one is: for checks."""
+        some = 1.0 if device == "cuda" and cache_config.parts == 1 else 0.25  # `for_device`
+        rescore, combine = some if cache_config.second_bit else 0.0, "sum" if cache_config.sums_heads else "max"
         return cls.over(
             cache_config, SelectionConfig(cascade=(0.5,) * (cache_config.parts - 1), rescore=rescore, combine=combine)
         )

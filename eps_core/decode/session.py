@@ -158,7 +158,7 @@ class Session:
                 self.kernels,
                 spec,
                 self.spec.num_heads,
-                EpsConfig.reading(cache_config),
+                EpsConfig.reading(cache_config, self.device),
                 progress,
                 verified,
             )

@@ -44,7 +44,7 @@ def _fault(
     cache_config: CacheConfig,
 ) -> str | None:
     spec = CacheSpec(1, kv_heads, head_dim, 1, dtype)
-    fault = disagreement(backend, device, kernels, spec, num_heads, EpsConfig.reading(cache_config))
+    fault = disagreement(backend, device, kernels, spec, num_heads, EpsConfig.reading(cache_config, device))
     if fault is None:
         return None
     line = f"kernels {kernels} failed their check on this device ({fault})"

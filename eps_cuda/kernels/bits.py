@@ -23,6 +23,7 @@ PLANES = 6  # of an integer within +-QUERY_STEPS
 GROUPS = 64  # of a unit
 PROGRAMS = 24  # of one warp, that a multiprocessor has room for at once; changes speed only
 CAPABILITIES = (8, 9)  # major; earlier ones cannot AND, and later ones are untested
+MOST_HEADS = 16  # query heads of a kv head: more would not fit into registers
 
 # Four groups' sums with four query heads: $0 to $3. In: four words of codes, each of one byte of all four groups; four
 # words of rescoring bits, one a group; three words of planes. A code counts twice. `+ 1.5 * 2^23` makes floats.
@@ -79,7 +80,8 @@ def _ones(words):
 
 @triton.jit
 def _product(rows, columns, SIGN: tl.constexpr):
-    """[32] of lanes' two columns, the second times 2, or -2 with SIGN: what a product of bits leaves in a lane."""
+    """Return what a product of bits leaves in each lane 4 g + q [32]: the ones that row g shares with column 2 q, and 2
+    times (with SIGN -2 times) those that it shares with column 2 q + 1."""
     shared = tl.reshape(rows, (8, 1, 4)) & tl.reshape(columns, (1, 8, 4))
     ones = tl.reshape(tl.sum(_ones(shared), axis=2), (8, 4, 2))
     weight = tl.where(tl.arange(0, 2) == 0, 1, -2 if SIGN else 2)
@@ -112,8 +114,8 @@ def _load(
     span, last, bases_row, codes, second, scale, valid, table_row, length, kv_heads, h, eight, q, R: tl.constexpr,
     WORDS: tl.constexpr, SPU: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Return what sums of a unit take, where it is before `last`: for each four words 4 of codes and 8 of second bits,
-    the scales of eight groups, the base of each of a lane's heads, and whether there is a summary."""
+    """Load a lane's part of a unit, zeros from `last` on: for each four words 4 of codes and 8 of rescoring bits, the
+    scales of eight groups, the base of each of its heads, and whether there is a summary."""
     unit = tl.maximum(tl.load(table_row + span // SPU, mask=span < last, other=0), 0).to(tl.int64)
     tile = (unit * kv_heads + h) * SPU + span % SPU
     known = (span < last) & ((span + 1) * (64 * S) <= length)

@@ -59,7 +59,10 @@ def estimates(
     cache_config, summary = cache.cache_config, cache.summaries[layer]
     sums, pool = selection_config.combine == "sum", cache.k[layer]
     first = (pool, table) if sums and isinstance(pool, Tensor) else None
-    with_planes = unit_kernels.reads_bits(depth, cache_config.groups_per_span, cache.spec.head_dim, table.device)
+    repeat = q.shape[1] // cache.spec.num_kv_heads
+    with_planes = unit_kernels.reads_bits(
+        depth, cache_config.groups_per_span, repeat, cache.spec.head_dim, table.device
+    )  # fmt: skip
     query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads, first, with_planes)
     if sums and first is None:  # K in codes, which that kernel does not read
         query = replace(query, anchors=anchors(cache, layer, q, table[:, 0], selection_config))

@@ -314,10 +314,10 @@ def _each(rows: int, pieces: int, device: torch.device, programs: int = PROGRAMS
     return triton.cdiv(pieces, max(programs * processors(device) // rows, 1))
 
 
-def reads_bits(depth: Depth, groups_per_span: int, head_dim: int, device: torch.device) -> bool:
+def reads_bits(depth: Depth, groups_per_span: int, repeat: int, head_dim: int, device: torch.device) -> bool:
     """Return whether `score_bits` makes the estimates: of whole codes of whole words."""
-    whole = depth.at_once and not depth.cascaded
-    return whole and groups_per_span == bits.GROUPS and head_dim % 32 == 0 and bits.multiplies_bits(device)
+    whole = depth.at_once and not depth.cascaded and groups_per_span == bits.GROUPS and head_dim % 32 == 0
+    return whole and repeat <= bits.MOST_HEADS and bits.multiplies_bits(device)
 
 
 def integer_columns(repeat: int) -> int:
@@ -375,6 +375,7 @@ def score_units(
         passes.append((*depth.rescored, names, True))
     sums = query.anchors is not None  # in what is read last
     if query.planes is not None and query.sums is not None:
+        assert reads_bits(depth, together, repeat, head_dim, table.device)
         bits.score_bits(
             query.planes, query.sums, query.steps, bases, summary, valid, table, lengths, estimate,
             group_size=group_size, spans_each=_each(rows, spans, table.device, bits.PROGRAMS), together=sums,
