@@ -214,3 +214,59 @@ def test_kernels_that_overlap_wait_first() -> None:
                 assert "release(OVERLAP)" in "\n".join(lines), one.name
                 found.append(one.name)
     assert len(found) == 11
+
+
+def run_assembly(inputs: list[np.ndarray]) -> list[np.ndarray]:
+    """Return $0 to $3 of `bits.ASSEMBLY` for $4 to $14, int32 [32] each, a lane an element: what PTX says of its six
+    instructions."""
+    names: dict[str, np.ndarray] = {f"${4 + at}": one.astype(np.int32) for at, one in enumerate(inputs)}
+
+    def value(name: str) -> np.ndarray:
+        if name in names:
+            return names[name]
+        return np.full(32, np.uint32(int(name[2:], 16)).view(np.float32) if name[:2] == "0f" else int(name, 0))
+
+    for line in bits.ASSEMBLY.value.strip("{}\n").split(";"):
+        words = re.findall(r"[$\w.-]+", line)
+        if not words or words[0] == ".reg":
+            continue
+        operation, *places = words
+        if operation.startswith("mma"):
+            assert operation == "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc"
+            first, second, columns = (value(name).view(np.uint32).reshape(8, 4) for name in places[4:7])
+            rows = np.concatenate([first, second])  # [16, 4]: row g is lane 4 g's, and row g + 8
+            shared = np.ascontiguousarray(rows[:, None] & columns[None]).view(np.uint8)
+            ones = np.unpackbits(shared, axis=-1).sum(-1, dtype=np.int32).reshape(2, 8, 4, 2)
+            for at, name in enumerate(places[:4]):
+                names[name] = (ones[at // 2, :, :, at % 2].ravel() + value(places[7 + at])).astype(np.int32)
+            continue
+        target, *values = places[0], *(value(name) for name in places[1:])
+        if operation == "prmt.b32":
+            stored = np.concatenate([one.astype("<i4").view(np.uint8).reshape(32, 4) for one in values[:2]], axis=1)
+            picks = [int(places[3], 16) >> 4 * at & 7 for at in range(4)]
+            names[target] = np.ascontiguousarray(stored[:, picks]).view("<i4").ravel()
+        elif operation == "mad.lo.s32":
+            names[target] = (values[0] * values[1] + values[2]).astype(np.int32)
+        elif operation == "add.s32":
+            names[target] = (values[0] + values[1]).astype(np.int32)
+        elif operation == "mov.b32":
+            names[target] = values[0].view(np.float32) if target == "f" else values[0].astype(np.int32)
+        else:
+            assert operation == "sub.f32", operation
+            names[target] = values[0] - values[1].astype(np.float32)
+    return [names[f"${at}"] for at in range(4)]
+
+
+def test_the_assembly_of_products_sums_codes() -> None:
+    """Against codes and integers as such; on a GPU the estimates of test_kernel_scores.py go through it."""
+    rng = np.random.default_rng(2)
+    codes, second = (rng.integers(0, 2, (32, 128)) for _ in range(2))  # of the groups 4 g + j of eight lanes g
+    integers = rng.integers(-QUERY_STEPS, QUERY_STEPS + 1, (4, 128))
+    packed, finer = (np.packbits(one, axis=1, bitorder="little").reshape(8, 4, 4, 4) for one in (codes, second))
+    byte_rows = [np.ascontiguousarray(packed[..., at].swapaxes(1, 2)).view("<i4").ravel() for at in range(4)]
+    words = [np.ascontiguousarray(finer[:, j]).view("<i4").ravel() for j in range(4)]
+    planes = [np.packbits(integers >> at & 1, axis=1, bitorder="little").view("<i4") for at in range(bits.PLANES)]
+    columns = [np.stack(planes[at : at + 2], axis=1).ravel() for at in (0, 2, 4)]  # column 2 r and 2 r + 1 of head r
+    found = run_assembly([*byte_rows, *words, *columns])
+    expected = (2 * codes + second) @ integers.T  # [32 groups, 4 heads]
+    assert np.array_equal(np.stack(found, axis=1).reshape(8, 4, 4).swapaxes(1, 2).reshape(32, 4), expected)
