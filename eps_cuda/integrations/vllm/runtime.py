@@ -1,25 +1,19 @@
 """EPS in one vLLM worker: its settings, the layers it gates, the cache over the blocks that vLLM handed to them."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from eps_core.config.cache import CacheSpec
-from eps_core.errors import ConfigError, fault_line, require
+from eps_core.errors import require
 from eps_core.integrations.kernels import checked_kernels
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.plan import Plan
-from eps_core.integrations.settings import Settings
-from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.load import load_backend
-from eps_cuda import adopt
 from eps_cuda.cache import new_cache
+from eps_cuda.integrations.paged import PagedRuntime
 from eps_cuda.integrations.vllm import metrics
 from eps_cuda.integrations.vllm.asked import Asked, dense_reason, fitted, refusals, sliding_tokens
 from eps_cuda.integrations.vllm.forward import Forward
@@ -27,24 +21,18 @@ from eps_cuda.integrations.vllm.forward import Forward
 logger = logging.getLogger("eps")
 
 
-class Runtime:
+class Runtime(PagedRuntime):
     """Made by the first layer of a model, started by its attention metadata's builder, given a cache by the first
     write. `gated` and `plan` are there once it is started."""
 
     def __init__(self, vllm_config: Any, want: Asked) -> None:
         refusals(vllm_config, want)
+        super().__init__()
         self.vllm_config, self.want = vllm_config, want
-        self.backend = load_backend("cuda")
-        self.settings: Settings | None = None
-        self.sparse: SparseAttention | None = None
         self.places: dict[str, int] = {}  # vLLM's layer name -> layer of the cache
-        self.cache: Any = None
         self.route: Any = None
         self.block_tokens = 0
-        self.counts: Counter[str] = Counter()
-        self.lazy = False  # whether blocks may hold what EPS never saw
         self._pointers: list[int] = []
-        self._warned: set[str] = set()
         self._shown = metrics.Shown(vllm_config)
 
     @classmethod
@@ -158,112 +146,17 @@ class Runtime:
             self._shown.update(self)
         return found
 
-    def write(self, place: int, key: Tensor, value: Tensor, slots: np.ndarray, plain: Callable[[], None]) -> None:
-        """K and V [N, Hkv, D] of a layer to slots [N] with all summaries; `plain` alone where EPS is off, or fails."""
-        assert self.sparse is not None
-        if not self.sparse.on:
-            plain()
-            return
-        try:
-            self.mark_written(place, slots)
-            self.cache = self.backend.write_kv(self.cache, place, key, value, slots)
-        except Exception as error:
-            self._fail(error, "failed_writes")
-            plain()
+    @property
+    def readable(self) -> bool:
+        return bool(self.route.readable)
 
-    def summarise(self, work: Callable[[], None]) -> None:
-        """Runs what makes summaries of a write that vLLM has done itself; where EPS is off, nothing."""
-        assert self.sparse is not None
-        if not self.sparse.on:
-            return
-        try:
-            work()
-        except Exception as error:
-            self._fail(error, "failed_writes")
+    def described(self) -> dict[str, Any]:
+        return {"route": self.want.route}
 
-    def mark_written(self, place: int, slots: np.ndarray) -> None:
-        """See `adopt.trust`: needed where blocks may hold what EPS never saw."""
-        if self.lazy:
-            adopt.mark_written(self.cache, place, slots)
-
-    def attend(self, place: int, q: Tensor, plan: StepPlan, dense: Callable[[], Tensor]) -> Tensor:
-        """out [B, Hq, D] of decode rows: see `SparseAttention.attend`."""
-        assert self.sparse is not None
-        if self.lazy and self.sparse.on:
-            try:
-                self._adopt(place, plan)
-            except Exception as error:
-                self._fail(error, "failed_adoptions")
-                self.sparse.fall_back(self.cache, place, plan, "error")
-                return dense()
-        return self.sparse.attend(self.cache, place, q, plan, dense)
-
-    def _adopt(self, place: int, plan: StepPlan) -> None:
-        if not self.route.readable:
-            return  # what has no summary is always selected
-        missing = plan.missing(self.cache.state[place]).sum(axis=1)
-        if (missing > plan.num_open).any():
-            self.counts["tokens_adopted"] += adopt.adopt(self.cache, place, plan.table, plan.lengths)
-
-    def _fail(self, error: Exception, counter: str) -> None:
-        """Count and log an error, and adopt everything again: what EPS did not write it does not know."""
-        self.counts[counter] += 1
-        line = fault_line(error)
-        if line not in self._warned:
-            self._warned.add(line)
-            logger.error("EPS failed and goes on without summaries (told once): %s", line, exc_info=error)
-        self._forget()
-
-    def _forget(self) -> None:
-        if self.cache is not None:
-            adopt.forget(self.cache)
+    def forget(self) -> None:
+        super().forget()
+        if self.route is not None:
             self.route.forget()
-        self.lazy = True
-
-    # ------------------------------------------------------------------------------------------------- what users call
-
-    def set(self, on: bool | None = None, **flat: Any) -> dict[str, Any]:
-        """Live knobs: `on`, and settings of how groups are read. Returns those in force. Raises ConfigError for what is
-        kept, or misspelt."""
-        assert self.sparse is not None and self.settings is not None
-        if flat:
-            wanted = Settings.of(self.settings.flat() | flat)
-            require(
-                (wanted.metrics, wanted.audit_every, wanted.kernels)
-                == (self.settings.metrics, self.settings.audit_every, self.settings.kernels),
-                "metrics, audit_every and kernels are fixed when the server starts",
-            )
-            self.sparse.config = wanted.config
-            self.settings = wanted
-        if on is not None and on != self.sparse.on:
-            if not isinstance(on, bool):
-                raise ConfigError(f"on {on!r} is not true or false")
-            self.sparse.on = on
-            if not on:
-                self._forget()
-        return {"on": self.sparse.on, "route": self.want.route, **self.settings.flat()}
-
-    def stats(self) -> dict[str, Any]:
-        """Counters since the start or `reset`, plain numbers: `SparseAttention.stats` and this worker's own."""
-        if self.sparse is None:
-            return {"on": False}
-        memory = 0
-        if self.cache is not None:
-            for one in (self.cache, self.cache.bound, self.cache.correction):
-                if one is not None:
-                    memory += sum(pool.nbytes for fields in one.summaries for pool in fields.values())
-        names = ("forwards", "prefill_rows", "verified_rows", "tokens_adopted", "failed_writes", "failed_adoptions")
-        own = {name: int(self.counts[name]) for name in names}
-        return {
-            **self.sparse.stats(), **own, "route": self.want.route, "summary_memory_bytes": memory,
-            "sparse_layers": list(self.sparse.plan.sparse),
-            "layers_dense": {str(layer): reason for layer, reason in self.sparse.plan.dense.items()},
-        }  # fmt: skip
-
-    def reset(self) -> None:
-        if self.sparse is not None:
-            self.sparse.reset()
-        self.counts.clear()
 
     def _say(self, line: str) -> None:
         from vllm.logger import init_logger

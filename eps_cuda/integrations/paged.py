@@ -1,0 +1,149 @@
+"""EPS over the K and V that an engine's worker keeps in pages of its own: writes, decode rows, faults, live knobs."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from eps_core.errors import ConfigError, fault_line, require
+from eps_core.integrations.layers import SparseAttention
+from eps_core.integrations.settings import Settings
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_core.load import load_backend
+from eps_cuda import adopt
+
+logger = logging.getLogger("eps")
+COUNTS = ("forwards", "prefill_rows", "verified_rows", "tokens_adopted", "failed_writes", "failed_adoptions")
+
+
+class PagedRuntime:
+    """One worker's settings, sparse layers and cache; `settings`, `sparse` and `cache` are set by the subclass once the
+    engine's layers and pages are known."""
+
+    def __init__(self) -> None:
+        self.backend: Any = load_backend("cuda")
+        self.settings: Settings | None = None
+        self.sparse: SparseAttention | None = None
+        self.cache: Any = None
+        self.counts: Counter[str] = Counter()
+        self.lazy = False  # whether pages may hold what EPS never saw
+        self._warned: set[str] = set()
+
+    @property
+    def readable(self) -> bool:
+        """Whether K and V lie in the pages as plain rows."""
+        return True
+
+    def described(self) -> dict[str, Any]:
+        """What the engine adds to settings and counters."""
+        return {}
+
+    # ------------------------------------------------------------------------------------------------------ each step
+
+    def write(self, place: int, key: Tensor, value: Tensor, slots: np.ndarray, plain: Callable[[], None]) -> None:
+        """K and V [N, Hkv, D] of a layer to slots [N] with all summaries; `plain` alone where EPS is off, or fails."""
+        assert self.sparse is not None
+        if not self.sparse.on:
+            plain()
+            return
+        try:
+            self.mark_written(place, slots)
+            self.cache = self.backend.write_kv(self.cache, place, key, value, slots)
+        except Exception as error:
+            self._fail(error, "failed_writes")
+            plain()
+
+    def summarise(self, work: Callable[[], None]) -> None:
+        """Runs what makes summaries of a write that the engine has done itself; where EPS is off, nothing."""
+        assert self.sparse is not None
+        if not self.sparse.on:
+            return
+        try:
+            work()
+        except Exception as error:
+            self._fail(error, "failed_writes")
+
+    def mark_written(self, place: int, slots: np.ndarray) -> None:
+        """See `adopt.mark_written`: needed where pages may hold what EPS never saw."""
+        if self.lazy:
+            adopt.mark_written(self.cache, place, slots)
+
+    def attend(self, place: int, q: Tensor, plan: StepPlan, dense: Callable[[], Tensor]) -> Tensor:
+        """out [B, Hq, D] of decode rows: see `SparseAttention.attend`."""
+        assert self.sparse is not None
+        if self.lazy and self.sparse.on:
+            try:
+                self._adopt(place, plan)
+            except Exception as error:
+                self._fail(error, "failed_adoptions")
+                self.sparse.fall_back(self.cache, place, plan, "error")
+                return dense()
+        return self.sparse.attend(self.cache, place, q, plan, dense)
+
+    def _adopt(self, place: int, plan: StepPlan) -> None:
+        if not self.readable:
+            return  # what has no summary is always selected
+        missing = plan.missing(self.cache.state[place]).sum(axis=1)
+        if (missing > plan.num_open).any():
+            self.counts["tokens_adopted"] += adopt.adopt(self.cache, place, plan.table, plan.lengths)
+
+    def _fail(self, error: Exception, counter: str) -> None:
+        """Count and log an error, and adopt everything again: what EPS did not write it does not know."""
+        self.counts[counter] += 1
+        line = fault_line(error)
+        if line not in self._warned:
+            self._warned.add(line)
+            logger.error("EPS failed and goes on without summaries (told once): %s", line, exc_info=error)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all summaries: from here on, K and V may be written past EPS, and are read once when needed."""
+        if self.cache is not None:
+            adopt.forget(self.cache)
+        self.lazy = True
+
+    # ------------------------------------------------------------------------------------------------- what users call
+
+    def set(self, on: bool | None = None, **flat: Any) -> dict[str, Any]:
+        """Live knobs: `on`, and settings of how groups are read. Returns those in force. Raises ConfigError for what is
+        kept, or misspelt."""
+        assert self.sparse is not None and self.settings is not None
+        if flat:
+            wanted = Settings.of(self.settings.flat() | flat)
+            require(
+                (wanted.metrics, wanted.audit_every, wanted.kernels)
+                == (self.settings.metrics, self.settings.audit_every, self.settings.kernels),
+                "metrics, audit_every and kernels are fixed when the server starts",
+            )
+            self.sparse.config = wanted.config
+            self.settings = wanted
+        if on is not None and on != self.sparse.on:
+            if not isinstance(on, bool):
+                raise ConfigError(f"on {on!r} is not true or false")
+            self.sparse.on = on
+            if not on:
+                self.forget()
+        return {"on": self.sparse.on, **self.described(), **self.settings.flat()}
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start or `reset`, plain numbers: `SparseAttention.stats` and this worker's own."""
+        if self.sparse is None:
+            return {"on": False}
+        memory = 0
+        if self.cache is not None:
+            for one in (self.cache, self.cache.bound, self.cache.correction):
+                if one is not None:
+                    memory += sum(pool.nbytes for fields in one.summaries for pool in fields.values())
+        return {
+            **self.sparse.stats(), **{name: int(self.counts[name]) for name in COUNTS}, **self.described(),
+            "summary_memory_bytes": memory, "sparse_layers": list(self.sparse.plan.sparse),
+            "layers_dense": {str(layer): reason for layer, reason in self.sparse.plan.dense.items()},
+        }  # fmt: skip
+
+    def reset(self) -> None:
+        if self.sparse is not None:
+            self.sparse.reset()
+        self.counts.clear()

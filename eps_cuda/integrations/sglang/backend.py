@@ -1,0 +1,243 @@
+"""SGLang's attention backends with EPS: summaries of what is written, and sparse attention of decode batches."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eps_core.config.cache import CacheSpec
+from eps_core.errors import ConfigError, require
+from eps_core.integrations.kernels import checked_kernels
+from eps_core.integrations.layers import SparseAttention
+from eps_core.integrations.plan import Plan
+from eps_core.integrations.settings import Settings
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_cuda.cache import new_cache
+from eps_cuda.integrations.paged import PagedRuntime, logger
+from eps_cuda.integrations.sglang import HOOKED, asked
+
+_runtimes: list["Runtime"] = []  # of this process: one a model runner
+
+
+def hooked(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a maker of attention backends as SGLang registers it: what `create` makes, of a class with EPS ahead."""
+
+    def made(runner: Any) -> Any:
+        backend, settings = create(runner), asked()
+        assert settings is not None
+        backend.__class__ = with_eps(type(backend))
+        backend.eps_runtime = Runtime(runner, settings)
+        return backend
+
+    return made
+
+
+def refused(name: str) -> Callable[[Any], Any]:
+    """Return a maker that ends a server which was asked for EPS with an attention backend that EPS does not hook."""
+
+    def made(runner: Any) -> Any:
+        raise ConfigError(
+            f"EPS does not work in SGLang's attention backend {name}: start it with --attention-backend "
+            f"{' or '.join(HOOKED)}, or without EPS_METHOD"
+        )
+
+    return made
+
+
+def with_counters(result: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's internal state (`/get_server_info`) with EPS's counters of this process, under `eps`."""
+    if _runtimes:
+        result.internal_state["eps"] = _runtimes[0].stats()
+    return result
+
+
+class Runtime(PagedRuntime):
+    """EPS over the token pool of one of SGLang's model runners, whose pages are whole units."""
+
+    def __init__(self, runner: Any, settings: Settings) -> None:
+        super().__init__()
+        pool, device, page = runner.token_to_kv_pool, runner.device, runner.page_size
+        refusals(runner)
+        self.settings = settings = replace(settings, config=settings.config.for_device(device))
+        cache_config = settings.config.cache_config
+        unit = self.unit = cache_config.unit_tokens
+        require(
+            page % unit == 0,
+            f"SGLang's pages of {page} tokens are no multiple of EPS's units of {unit}: start it with --page-size "
+            f"{unit}",
+        )
+        layers = attention_layers(runner.model)
+        require(bool(layers), "SGLang's model has no attention layers: EPS has nothing to do, start it without")
+        reasons = [dense_reason(layer) for layer in layers]
+        sparse = [layer for layer, reason in zip(layers, reasons, strict=True) if reason is None]
+        shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim) for layer in sparse}
+        require(len(shapes) < 2, f"layers have heads of several shapes {sorted(shapes)}: start SGLang without EPS")
+        windows = {
+            at: layer.sliding_window_size + 1 for at, layer in enumerate(layers) if layer.sliding_window_size > 0
+        }
+        plan = Plan.of(reasons, windows)
+        self.places = {layer.layer_id: place for place, layer in enumerate(sparse)}
+        self.pool, self.page, self.req_to_token = pool, page, runner.req_to_token_pool.req_to_token
+        pools = [tuple(map(self._units, pool.get_kv_buffer(layer.layer_id))) for layer in sparse]
+        first = pools[0][0]
+        spec = CacheSpec(
+            len(sparse), first.shape[1], first.shape[3], first.shape[0], str(first.dtype).split(".")[1],
+            max_open_groups=runner.req_to_token_pool.size,
+        )  # fmt: skip
+        kernels = checked_kernels(self.backend, settings.kernels, device, spec, sparse[0].tp_q_head_num, cache_config)
+        self.cache = new_cache(spec, cache_config, device, kernels, pools)
+        self.sparse = SparseAttention(
+            self.backend, settings.config, plan, metrics=settings.metrics, audit_every=settings.audit_every,
+            model=str(runner.model_config.model_path),
+        )  # fmt: skip
+        self.slots = np.zeros(0, np.int64)
+        self.plan: StepPlan | None = None
+        _runtimes.append(self)
+        logger.warning("%s; SGLang pages of %d tokens", plan.line(settings.config), page)
+
+    def _units(self, buffer: Tensor) -> Tensor:
+        """A pool [P, Hkv, U, D] over SGLang's rows [tokens, Hkv, D]."""
+        tokens, heads, dim = buffer.shape
+        row, head, _ = buffer.stride()
+        shape, strides = (tokens // self.unit, heads, self.unit, dim), (self.unit * row, head, row, 1)
+        return torch.as_strided(buffer, shape, strides, buffer.storage_offset())
+
+    def begin(self, batch: Any) -> None:
+        """Learn where the tokens of a forward lie: one wait for the device, shared by all layers."""
+        self.counts["forwards"] += 1
+        self.slots = batch.out_cache_loc.cpu().numpy().astype(np.int64)
+        self.plan = None
+        if not batch.forward_mode.is_decode():
+            self.counts["prefill_rows"] += len(batch.req_pool_indices)
+            return
+        assert self.sparse is not None
+        lengths = batch.seq_lens.cpu().numpy().astype(np.int64)
+        width = -(-int(lengths.max(initial=0)) // self.unit)
+        first = self.req_to_token[batch.req_pool_indices, : width * self.unit : self.unit].cpu().numpy()
+        table = np.where(np.arange(width) * self.unit < lengths[:, None], first // self.unit, -1).astype(np.int32)
+        self.plan = StepPlan.of(self.sparse.config, table, lengths)
+
+    def left_to_write(self, layer: Any, batch: Any, k: Tensor | None, v: Tensor | None, save: bool) -> bool:
+        """Write K and V of a sparse layer with their summaries; return whether it is left to SGLang to write them."""
+        place = self.places.get(layer.layer_id)
+        if place is None:
+            return save
+        if not save or k is None or v is None:
+            if not self.lazy:
+                self.forget()  # written past EPS
+            return save
+        real = self.slots >= self.page  # the first page takes what pads a batch
+        rows: Any = slice(None) if real.all() else torch.from_numpy(np.flatnonzero(real)).to(k.device)
+        shape = -1, layer.tp_k_head_num, layer.head_dim
+        self.write(
+            place,
+            k.view(shape)[rows],
+            v.view(shape)[rows],
+            self.slots[real],
+            lambda: self.pool.set_kv_buffer(layer, batch.out_cache_loc, k, v),
+        )
+        return False
+
+    def decode(self, place: int, q: Tensor, layer: Any, dense: Callable[[], Tensor]) -> Tensor:
+        """out [B, Hq D] of one token of each of B requests, q of that shape; `dense` is SGLang's own attention."""
+        heads, dim = layer.tp_q_head_num, layer.head_dim
+        query = q.reshape(-1, heads, dim)
+        factor = layer.scaling * math.sqrt(dim)  # EPS scales by 1 / sqrt(D) itself
+        if not math.isclose(factor, 1.0, rel_tol=1e-6):
+            query = query.float() * factor
+        assert self.plan is not None
+        out = self.attend(place, query, self.plan, lambda: dense().view(-1, heads, dim))
+        return out.to(q.dtype).reshape(-1, heads * dim)
+
+
+@cache
+def with_eps(stock: Any) -> type:
+    """Return a subclass of a stock attention backend. A batch is sparse where each of its requests decodes one token;
+    others, chunks of prompts among them, are written with summaries and attended by the stock kernel."""
+
+    class Eps(stock):
+        eps_runtime: Runtime
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            self.eps_runtime.begin(forward_batch)
+
+        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+            raise ConfigError("EPS chooses what is read on the host: start SGLang with --disable-cuda-graph")
+
+        def forward_extend(
+            self,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            layer: Any,
+            forward_batch: Any,
+            save_kv_cache: bool = True,
+            **more: Any,
+        ) -> Any:
+            save_kv_cache = self.eps_runtime.left_to_write(layer, forward_batch, k, v, save_kv_cache)
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
+
+        def forward_decode(
+            self,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            layer: Any,
+            forward_batch: Any,
+            save_kv_cache: bool = True,
+            **more: Any,
+        ) -> Any:
+            save_kv_cache = self.eps_runtime.left_to_write(layer, forward_batch, k, v, save_kv_cache)
+            dense = partial(super().forward_decode, q, k, v, layer, forward_batch, save_kv_cache, **more)
+            place = self.eps_runtime.places.get(layer.layer_id)
+            if place is None or any(one is not None for one in more.values()):
+                return dense()
+            return self.eps_runtime.decode(place, q, layer, dense)
+
+    Eps.__name__ = Eps.__qualname__ = f"Eps{stock.__name__}"
+    return Eps
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """Return the attention layers of a model, by their number."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    return sorted(found, key=lambda layer: layer.layer_id)
+
+
+def dense_reason(layer: Any) -> str | None:
+    """Return why an attention layer stays dense; None: it may be sparse."""
+    wrong = {
+        f"{getattr(layer.attn_type, 'value', layer.attn_type)} attention":
+            getattr(layer.attn_type, "value", layer.attn_type) != "decoder" or layer.is_cross_attention,
+        "sliding window": layer.sliding_window_size > 0,
+        "logits soft-capping": bool(layer.logit_cap),
+        "values of another size": layer.v_head_dim != layer.head_dim,
+        "a temperature by position": layer.xai_temperature_len > 0,
+    }  # fmt: skip
+    return next((reason for reason, there in wrong.items() if there), None)
+
+
+def refusals(runner: Any) -> None:
+    """Raises ConfigError for a server whose K and V EPS cannot follow."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool, args = runner.token_to_kv_pool, runner.server_args
+    dtype = str(getattr(pool, "dtype", None)).split(".")[-1]
+    wrong = {
+        f"K and V in a {type(pool).__name__}": type(pool) is not MHATokenToKVPool,
+        f"K and V of {dtype}": dtype not in ("float16", "bfloat16", "float32"),
+        f"K and V as {getattr(pool, 'kv_cache_layout', '')}": getattr(pool, "kv_cache_layout", "nhd") != "nhd",
+        f"speculative decoding ({args.speculative_algorithm})": args.speculative_algorithm is not None,
+        "a hierarchical cache": args.enable_hierarchical_cache,
+        f"disaggregation ({args.disaggregation_mode})": args.disaggregation_mode not in (None, "null"),
+    }
+    found = [what for what, there in wrong.items() if there]
+    require(not found, f"EPS cannot work in an SGLang server with {', '.join(found)}: start it without, or without EPS")
