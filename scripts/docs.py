@@ -7,12 +7,13 @@ python scripts/docs.py --check    # exit status 1 where something is
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import click
+from shared import markdown_table
 from tables import update
 
 from eps_core.cli.help import HEADINGS, OTHER
@@ -35,11 +36,6 @@ PART = re.compile(r"(<!-- begin (.*?) -->\n)(.*?)(<!-- end \2 -->)", re.S)
 HEAD_DIM, KV_TOKEN_BYTES = 128, 512  # of the examples: bfloat16 K and V of one token and KV head
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
-
-
 def number(value: float) -> str:
     return f"{value:,.2f}".rstrip("0").rstrip(".")
 
@@ -50,7 +46,7 @@ def number(value: float) -> str:
 def commands() -> str:
     """Return help, examples and flags of every command; of flags that an earlier command has, the names alone."""
     seen: set[tuple[str, str]] = set()
-    return "\n".join(_command(name, one, seen) for name, one in cli.commands.items())
+    return "\n\n".join(_command(name, one, seen) for name, one in cli.commands.items())
 
 
 def _command(name: str, command: click.Command, seen: set[tuple[str, str]]) -> str:
@@ -58,7 +54,7 @@ def _command(name: str, command: click.Command, seen: set[tuple[str, str]]) -> s
     examples: Mapping[str, str] = getattr(command, "examples", {})
     width = max(map(len, examples), default=0)
     lines = "".join(f"{line:{width}}  # {what}\n" for line, what in examples.items())
-    parts = [f"## {name}\n\n{_help(command)}\n", f"```text\n{lines}```\n"]
+    parts = [f"## {name}\n\n{_help(command)}", f"```text\n{lines}```"]
     rows: dict[str, list[tuple[str, str]]] = {}
     known: list[tuple[str, str]] = []
     for param in command.params:
@@ -74,7 +70,7 @@ def _command(name: str, command: click.Command, seen: set[tuple[str, str]]) -> s
     if known:
         parts.append(_as_above(known, command))
     seen |= {row for new in rows.values() for row in new}
-    return "\n".join(parts)
+    return "\n\n".join(parts)
 
 
 def _as_above(known: Sequence[tuple[str, str]], command: click.Command) -> str:
@@ -85,7 +81,7 @@ def _as_above(known: Sequence[tuple[str, str]], command: click.Command) -> str:
     inside = set().union(*(flags[heading] for heading in whole))
     named = [name for name in (_first(flag) for flag, _ in known) if name not in inside]
     more = [f"all of {heading}" for heading in HEADINGS if heading in whole]
-    return f"As above: {', '.join([*(f'`{name}`' for name in named), *more])}.\n"
+    return f"As above: {', '.join([*(f'`{name}`' for name in named), *more])}."
 
 
 def _headings(command: click.Command) -> dict[str, set[str]]:
@@ -266,8 +262,8 @@ def scripts() -> str:
         head = re.match(r"#!.*\n((?:#.*\n)*)", script.read_text())
         text = re.sub(r"^# ?", "", head[1], flags=re.M) if head else ""
         if "results" in text and "Usage" in text:
-            parts.append(f"## [{script.name}](../scripts/{script.name})\n\n```text\n{text}```\n")
-    return "\n".join(parts)
+            parts.append(f"## [{script.name}](../scripts/{script.name})\n\n```text\n{text}```")
+    return "\n\n".join(parts)
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -291,7 +287,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 def generated(text: str) -> str:
     """Return a page with its generated parts made again."""
-    return PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[4]}", text)
+    return PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n\n{found[4]}", text)
 
 
 def main() -> int:

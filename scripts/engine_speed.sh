@@ -10,7 +10,7 @@ scripts/test_vllm.sh --collect-only -q > /dev/null # sets up .venv-vllm
 rm -f "$out/engine_speed.jsonl"
 export PYTHONPATH=$PWD
 for model in demo llama-1b; do
-  "$venv/bin/python" scripts/engine_speed.py --engine transformers,mlx-lm --models $model -o "$out/engine_speed.jsonl"
-  "${EPS_VLLM_VENV:-.venv-vllm}/bin/python" scripts/engine_speed.py --engine vllm --models $model \
-    -o "$out/engine_speed.jsonl"
+  measure=(scripts/experiments/engine_speed/run.py --models $model -o "$out/engine_speed.jsonl" --engine)
+  "$venv/bin/python" "${measure[@]}" transformers,mlx-lm
+  "${EPS_VLLM_VENV:-.venv-vllm}/bin/python" "${measure[@]}" vllm
 done

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 import torch
+from random_models import LLAMA_1B, write_llama
 from safetensors.torch import save_file
 
 import eps_cuda
@@ -25,7 +26,6 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
 from eps_core.metrics.provenance import provenance
-from eps_core.models.config import DEMO_MODEL
 
 SHAPES = {  # hidden, inner, query heads, kv heads, head_dim, vocabulary, warm and timed steps
     "8b": (4096, 14336, 32, 8, 128, 4096, 8, 24),
@@ -35,35 +35,18 @@ CONFIGS = {"dense": EpsConfig(), "EPS": EpsConfig.of(method="rq").for_device("cu
 
 
 def make_model(folder: Path, shape: str, layers: int, device: str) -> Path:
-    """Random bfloat16 weights in Hugging Face's layout, with the demo model's tokenizer."""
     hidden, inner, heads, kv_heads, head_dim, vocabulary, *_ = SHAPES[shape]
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocabulary, "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 256,
-        "eos_token_id": 257, "torch_dtype": "bfloat16", "max_position_embeddings": 2**20,
+        **LLAMA_1B, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocabulary,
+        "max_position_embeddings": 2**20,
     }  # fmt: skip
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=generator, device=device) * 0.02).bfloat16().cpu()
 
-    weights = {"model.embed_tokens.weight": normal(vocabulary, hidden), "model.norm.weight": normal(hidden) + 1}
-    for layer in range(layers):
-        at = f"model.layers.{layer}."
-        for name, sizes in (
-            ("self_attn.q_proj", (heads * head_dim, hidden)), ("self_attn.k_proj", (kv_heads * head_dim, hidden)),
-            ("self_attn.v_proj", (kv_heads * head_dim, hidden)), ("self_attn.o_proj", (hidden, heads * head_dim)),
-            ("mlp.gate_proj", (inner, hidden)), ("mlp.up_proj", (inner, hidden)), ("mlp.down_proj", (hidden, inner)),
-        ):  # fmt: skip
-            weights[f"{at}{name}.weight"] = normal(*sizes)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{at}{name}.weight"] = normal(hidden) + 1
-    save_file(weights, folder / "model.safetensors")
-    (folder / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return write_llama(folder, config, normal, save_file)
 
 
 def step_ms(session: Session, prefix: Prefix, batch: int, config: EpsConfig, warm_steps: int, num_steps: int) -> float:

@@ -21,17 +21,18 @@ reads, over a dense bfloat16 read. Contexts are counted in the model's own token
 measured again, variant by variant.
 """
 
-import argparse
-import json
 import math
 import pydoc_data.topics
 import sys
-from collections.abc import Callable, Iterator
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from shared import appended, markdown_table, rows_of
 
 from eps_core.config.cache import DTYPE_BYTES
 from eps_core.config.eps import EpsConfig
@@ -349,11 +350,6 @@ def of_method(rows: list[dict], method: str) -> list[dict]:
     return [row for row in rows if row["method"] == method]
 
 
-def markdown_table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
-
-
 def by_cell(rows: list[dict]) -> Cells:
     """Return rows by cell: SmolLM2 first, contexts rising."""
     cells: Cells = {}
@@ -500,63 +496,85 @@ TABLES: dict[str, Callable[[Cells], str]] = {
 ALONE = ("cells", "weights")  # printed where they are named
 
 
-def rows_of(path: Path) -> list[dict]:
-    """Return the measured rows of a file of this script."""
-    lines = (json.loads(line) for line in path.read_text("utf-8").splitlines())
-    return [row for row in lines if row.get("type") == "row"]
-
-
 def shorter(row: dict) -> dict:
     """Return a row whose KLs have six significant digits: files of thousands of steps stay small."""
     return {**row, "kl": [float(f"{kl:.6g}") for kl in row["kl"]]}
 
 
-def named(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments for a run's record, of paths their names alone."""
-    return {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
+# ----------------------------------------------------------------- what the experiment answers has of the command, too
+
+
+def command_line(usage: str | None, documents: int, steps: str, tables: Sequence[str], unnamed: str) -> ArgumentParser:
+    parser = ArgumentParser(description=usage, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory (scripts/get_model.py)")
+    parser.add_argument("--context", type=int, default=4096, help="prompt tokens (default 4096)")
+    parser.add_argument("--documents", type=int, default=documents, help=f"(default {documents})")
+    parser.add_argument("--steps", type=int, default=64, help=f"{steps} (default 64)")
+    parser.add_argument("--seed", type=int, default=0)
+    about = f"print these tables of OUTPUT, {unnamed} if none is named, and measure nothing"
+    parser.add_argument("--tables", nargs="*", choices=tables, help=about)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, rows of each document and variant")
+    return parser
+
+
+def opened(args: Namespace, decoded: int, *counts: str) -> Session:
+    """Return the model of a command line, which decodes so many tokens. Raises ConfigError where one of `counts` is
+    below 1, or the context has no room."""
+    require(args.model is not None, "--model is missing: give a Hugging Face directory (scripts/get_model.py)")
+    for name in ("context", "documents", *counts):
+        require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} is below 1: give a positive number")
+    session = Session.open(args.model, backend="cuda", device="cpu", dtype="float32", kv_dtype="bfloat16")
+    most = session.spec.max_context
+    require(
+        args.context + decoded <= most,
+        f"--context {args.context} and {decoded} decoded tokens are beyond the model's {most} tokens: lower --context",
+    )
+    return session
+
+
+@contextmanager
+def resumed(
+    args: Namespace, session: Session, types: Sequence[str], cell: dict[str, Any]
+) -> Iterator[tuple[list[dict], Callable[[list[dict]], None]]]:
+    """Yield the rows of a cell that OUTPUT holds, and what adds rows to both. A line says of this run what was asked,
+    of paths their names alone."""
+    there = [row for row in rows_of(args.output, *types) if cell.items() <= row.items()] if args.output.exists() else []
+    asked = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
+    with appended(args.output) as out:
+        out.write({"type": "run", **provenance(session.backend.versions()), "asked": asked})
+
+        def add(rows: list[dict]) -> None:
+            for row in rows:
+                out.write(row)
+            there.extend(rows)
+
+        yield there, add
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory (scripts/get_model.py)")
-    parser.add_argument("--context", type=int, default=4096, help="prompt tokens (default 4096)")
-    parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=64, help="decoded tokens of each document (default 64)")
+    unnamed = "all but `cells` and `weights`"
+    parser = command_line(__doc__, 8, "decoded tokens of each document", tuple(TABLES), unnamed)
     parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS), help="shares of the tokens")
     parser.add_argument("--default-only", action="store_true", help="no peers, and EPS at its default alone")
     parser.add_argument(
         "--weights", nargs="+", choices=[name for name, bits in WEIGHT_BITS.items() if bits], default=[],
         help="measure quantised weights of decode steps alone, dense and with EPS at its default",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--tables", nargs="*", choices=tuple(TABLES),
-        help="print these tables of OUTPUT, all but `cells` and `weights` if none is named, and measure nothing",
-    )  # fmt: skip
-    parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, one row a document and variant")
     args = parser.parse_args()
     if args.tables is not None:
-        names, cells = args.tables or [name for name in TABLES if name not in ALONE], by_cell(rows_of(args.output))
+        names, cells = (
+            args.tables or [name for name in TABLES if name not in ALONE],
+            by_cell(rows_of(args.output, "row")),
+        )
         print("\n\n".join(TABLES[name](cells) for name in names))
         return
-    require(args.model is not None, "--model is missing: give a Hugging Face directory (scripts/get_model.py)")
-    for name in ("context", "documents", "steps"):
-        require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} is below 1: give a positive number")
-    session = Session.open(args.model, backend="cuda", device="cpu", dtype="float32", kv_dtype="bfloat16")
-    room = session.spec.max_context
-    require(
-        args.context + args.steps <= room,
-        f"--context {args.context} and --steps {args.steps} are beyond the model's {room} tokens: lower --context",
-    )
+    session = opened(args, args.steps, "steps")
     cell = {"model": args.model.name, "context_tokens": args.context, "steps": args.steps, "seed": args.seed}
-    there = [row for row in rows_of(args.output) if cell.items() <= row.items()] if args.output.exists() else []
-    done = {(row["document"], row["method"], row["budget"]) for row in there}
     budgets = [] if args.default_only or args.weights else args.budgets
-    with args.output.open("a", encoding="utf-8") as out:
-        out.write(json.dumps({"type": "run", **provenance(session.backend.versions()), "asked": named(args)}) + "\n")
+    with resumed(args, session, ("row",), cell) as (there, add):
+        done = {(row["document"], row["method"], row["budget"]) for row in there}
         texts = documents(session, args.context, args.steps, args.documents, args.seed)
         for index, (kind, tokens) in enumerate(texts):
-            assert len(tokens) == args.context + args.steps
             small = [name for name in args.weights if (index, name, None) not in done]
             asked = {} if args.weights else variants(budgets)
             configs = {one: config for one, config in asked.items() if (index, *one) not in done}
@@ -567,10 +585,7 @@ def main() -> None:
                 found = measure(session, tokens, args.steps, configs, peers)
             else:
                 continue
-            rows = [{"type": "row", **cell, "document": index, "kind": kind, **shorter(row)} for row in found]
-            out.write("".join(json.dumps(row) + "\n" for row in rows))
-            out.flush()
-            there += rows
+            add([{"type": "row", **cell, "document": index, "kind": kind, **shorter(row)} for row in found])
             print(f"document {index + 1} of {args.documents} ({kind})", file=sys.stderr)
     print(f"\n{args.model.name}, {args.context:,} tokens, documents x steps: {documents_by_steps(there)}\n")
     print(cell_table(there))

@@ -38,11 +38,11 @@ done
 for context in 4096 8192 16384; do
   for model in smollm2 qwen-coder; do
     if [ "$model $context" != "smollm2 16384" ]; then
-      "$venv/bin/python" scripts/real_answers.py --model "$models/$model" --documents 4 --questions 10 \
+      "$venv/bin/python" scripts/experiments/answers/run.py --model "$models/$model" --documents 4 --questions 10 \
         --context $((context == 8192 ? 8064 : context)) -o "$out/real-answers.jsonl"
       took "look-ups and verified texts of $model at $context tokens"
     fi
   done
 done
 "$venv/bin/python" scripts/real.py --tables -o "$out/real.jsonl"
-"$venv/bin/python" scripts/real_answers.py --tables -o "$out/real-answers.jsonl"
+"$venv/bin/python" scripts/experiments/answers/run.py --tables -o "$out/real-answers.jsonl"

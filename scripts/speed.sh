@@ -24,8 +24,8 @@ done
 $python scripts/bench.py --backend cuda --scaling --dtype bfloat16 --method rq --bytes 0.1 \
   -o "$out/speed-scaling.jsonl"
 step() { # MODEL CONTEXT
-  $python scripts/whole_step.py --models "$models/$1" --context "$2" --backend cuda --dtype bfloat16 \
-    -o "$out/whole_step.jsonl"
+  $python scripts/experiments/whole_step/run.py --models "$models/$1" --context "$2" --backend cuda \
+    --dtype bfloat16 -o "$out/whole_step.jsonl"
 }
 step smollm2 8000
 if [ -n "${EPS_SPEED_LONG:-}" ]; then step qwen-coder 32000; fi

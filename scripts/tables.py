@@ -21,7 +21,7 @@ from eps_core.errors import exit_code
 
 SCRIPTS = Path(__file__).resolve().parent
 ROOT = SCRIPTS.parent
-BLOCK = re.compile(r"<!-- ([\w]+\.py [^\n]+) -->\n(.*?)<!-- end -->", re.S)
+BLOCK = re.compile(r"<!-- ([\w/]+\.py [^\n]+) -->\n(.*?)<!-- end -->", re.S)
 
 
 def printed(command: str) -> str:

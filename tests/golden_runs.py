@@ -220,3 +220,7 @@ def write() -> None:
         blocks.append(f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n}")
     FILE.parent.mkdir(exist_ok=True)
     FILE.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,7 +1,7 @@
 """A decode's logits, selections and bytes are those kept in golden/decode.json, on every backend and kernel.
 
 The reference is held against numbers of its own, which no other test keeps. Where a change of them is meant,
-`scripts/golden.py --write` writes the file again.
+`python tests/golden_runs.py` writes the file again.
 """
 
 import copy

@@ -1,13 +1,13 @@
-"""The race of decode steps (scripts/race.py): what a round is, its table by hand, and a race of a tiny model."""
+"""The race of decode steps (an experiment): what a round is, its table by hand, and a race of a tiny model."""
 
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
-import race
 
 from eps_core.decode.session import Session
+from experiments.race import run as race
 
 SCRIPT = race.__file__
 

@@ -26,6 +26,7 @@ from eps_core.metrics import keys
 from eps_core.metrics.provenance import run_line
 from eps_core.metrics.rounds import ROUND_KEYS, summarise_rounds
 from eps_core.metrics.steps import STEP_KEYS, summarise
+from experiments.engine_blocks.run import LINES, readme_blocks
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -193,11 +194,8 @@ def test_their_commands_run_as_printed(folder: Path) -> None:
         assert json.loads(last) if last.startswith("{") else line[1] == "report", line
 
 
-def test_every_engine_has_a_block_of_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That `scripts/try_engines.py` runs in fresh environments: installs, and answers the demo's needle."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from try_engines import LINES, readme_blocks
-
+def test_every_engine_has_a_block_of_a_few_lines() -> None:
+    """That `scripts/experiments/engine_blocks` runs in fresh environments: installs, and answers the demo's needle."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     found = readme_blocks()
     assert tuple(found) == ENGINES and LINES == 5

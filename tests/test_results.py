@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import real
-import real_answers
 import speed_tables
 import tables
+
+from experiments.answers import run as answers
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -32,8 +33,11 @@ def test_every_table_of_measured_rows_is_published() -> None:
     published = {command for _, command, _ in blocks()}
     names = {f"real.py --tables {name} -o results/real.jsonl" for name in real.TABLES}
     names.remove("real.py --tables weights -o results/real.jsonl")
-    names |= {"real.py --tables weights -o results/real-weights.jsonl", "race.py --table -o results/race.jsonl"}
-    names |= {f"real_answers.py --tables {name} -o results/real-answers.jsonl" for name in real_answers.TABLES}
+    names |= {
+        "real.py --tables weights -o results/real-weights.jsonl",
+        "experiments/race/run.py --table -o results/race.jsonl",
+    }
+    names |= {f"experiments/answers/run.py --tables {name} -o results/real-answers.jsonl" for name in answers.TABLES}
     names |= {f"speed_tables.py results {name}" for name in speed_tables.TABLES}
     assert names == published and sum(table.count("\n|") for _, _, table in blocks()) > 150
 
@@ -43,7 +47,10 @@ def test_a_table_that_differs_is_found_and_remade(
 ) -> None:
     (tmp_path / "results").mkdir()
     shutil.copy(RESULTS / "real-answers.jsonl", tmp_path / "results")
-    page, block = tmp_path / "results" / "README.md", "<!-- real_answers.py --tables -o results/real-answers.jsonl -->"
+    page, block = (
+        tmp_path / "results" / "README.md",
+        "<!-- experiments/answers/run.py --tables -o results/real-answers.jsonl -->",
+    )
     page.write_text(f"# Before\n\n{block}\nold\n<!-- end -->\n\nAfter.\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     for flags, code in ((["--check"], 1), ([], 0), (["--check"], 0)):
@@ -95,14 +102,12 @@ def test_tables_of_real_models_by_hand() -> None:
 def test_look_ups_and_verified_texts_by_hand() -> None:
     cell = {"model": "m", "context_tokens": 4096}
     asked = {"type": "lookups", **cell, "dense": [True, True, False, False], "eps": [True, False, True, False]}
-    assert "| m | 4,096 | 1 | 2 of 4 (0.15 to 0.85) | 2 of 4 (0.15 to 0.85) | 1 | 1 |" in real_answers.lookups_table(
-        [asked]
-    )
+    assert "| m | 4,096 | 1 | 2 of 4 (0.15 to 0.85) | 2 of 4 (0.15 to 0.85) | 1 | 1 |" in answers.lookups_table([asked])
     said = {"type": "verified", **cell, "temperature": 0.8, "draft_budget": None, "steps": 48, "tokens_per_round": 8}
     rows = [{**said, "bytes_ratio": 0.1 * n, "acceptance": 0.4 * n, "equal": n == 1} for n in (1, 2)]
     rows.append({**rows[0], "draft_budget": 0.1, "acceptance": 1.0})
     line = "| m | 4,096 | 0.8 | 2 x 48 | 0.150 | 0.600 | 8.0 | 1 of 2 |"
-    assert line in real_answers.verified_table([asked, *rows])
+    assert line in answers.verified_table([asked, *rows])
 
 
 def test_raw_rows_name_no_place_of_the_machine_that_made_them() -> None:

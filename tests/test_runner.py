@@ -223,8 +223,7 @@ def test_a_stop_token_is_not_said(session: Session) -> None:
         # our own decoders, and what runs in other engines
         (
             "load_tokenizer",
-            "eps_core/decode/session.py eps_core/models/tokenizer.py eps_core/evaluation/engines.py "
-            "scripts/whole_step.py",
+            "eps_core/decode/session.py eps_core/models/tokenizer.py eps_core/evaluation/engines.py",
         ),
         ("prefill", "eps_core/decode/generate.py"),
         # a round's drafts and its dense step

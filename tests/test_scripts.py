@@ -76,7 +76,7 @@ def test_a_python_script_prints_its_usage_or_refuses(
         ("experiments/methods/certificates.py", ["{}/c.safetensors", "-o", "{}/link.safetensors"], "c.safetensors"),
         ("experiments/methods/run.py", ["--model", "{}", "-o", "{}/config.json"], "config.json"),
         ("experiments/training/run.py", ["-o", "{}", "--checkpoint", "{}/c.safetensors"], "c.safetensors"),
-        ("whole_step.py", ["-o", "{}/c.safetensors"], "c.safetensors"),
+        ("experiments/whole_step/run.py", ["-o", "{}/c.safetensors"], "c.safetensors"),
     ],
 )
 def test_a_script_never_replaces_what_it_reads(
@@ -164,7 +164,7 @@ def test_a_table_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert first == second and [json.loads(line)["type"] for line in first].count("context") == 2
 
 
-@pytest.mark.parametrize("name, arguments", [("profile_step.py", ["--backend", "abacus"])])
+@pytest.mark.parametrize("name, arguments", [("experiments/step_profile/run.py", ["--backend", "abacus"])])
 def test_a_script_names_what_the_user_can_mend_in_one_line(
     name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

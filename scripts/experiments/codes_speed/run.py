@@ -21,6 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from shared import appended
+
 from eps_core.attention.layer import sparse_attention
 from eps_core.bench.data import DESCRIPTION, Shape, Source, fill
 from eps_core.bench.dense import DENSE_TOLERANCE, GateError
@@ -62,7 +64,7 @@ def main(
 ) -> None:  # fmt: skip
     if q_heads % kv_heads:
         raise click.UsageError(f"--q-heads {q_heads} is not a multiple of --kv-heads {kv_heads}")
-    outputs.check({"-o": out}, {})
+    outputs.check({"-o": out}, {})  # before anything is measured
     outputs.check_start("-o", out, b"{", "JSONL")
     eps, platform = load_backend(backend), load_platform(backend)
     kernels = resolve_kernels(kernels, eps.usable_kernels(device), device)
@@ -108,33 +110,30 @@ def main(
             if number:
                 samples[names[index]].append(elapsed_ms)
                 processor[names[index]].append((time.process_time_ns() - before) / 1e6)
-    with outputs.Output(out, "-o") as output:
-        kept_bytes = output.file.stat().st_size if output.file is not None and output.file.exists() else 0
-        with outputs.JsonlWriter(output, kept_bytes) as writer:
+    with appended(out) as writer:
+        writer.write(
+            run_line(config, layer.cache.spec, backend, device, DESCRIPTION, eps.versions(), q_heads=q_heads,
+                     context=context, rounds=rounds, share=share, kernels=kernels, cpu_count=os.cpu_count(),
+                     load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+                     **platform.device_facts(device))
+        )  # fmt: skip
+        table = []
+        for bits, fact in method_spec.items():
+            own, used = ({n: x for (of, n), x in part.items() if of == bits} for part in (samples, processor))
+            spread, worked = (
+                {name: np.percentile(one, (10, 50, 90)).tolist() for name, one in part.items()} for part in (own, used)
+            )
             writer.write(
-                run_line(config, layer.cache.spec, backend, device, DESCRIPTION, eps.versions(), q_heads=q_heads,
-                         context=context, rounds=rounds, share=share, kernels=kernels, cpu_count=os.cpu_count(),
-                         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-                         **platform.device_facts(device))
+                {
+                    "type": "codes_speed", **fact, "p10_p50_p90_ms": spread, "processor_p10_p50_p90_ms": worked,
+                    "samples_ms": own, "processor_samples_ms": used,
+                }
             )  # fmt: skip
-            table = []
-            for bits, fact in method_spec.items():
-                own, used = ({n: x for (of, n), x in part.items() if of == bits} for part in (samples, processor))
-                spread, worked = (
-                    {name: np.percentile(one, (10, 50, 90)).tolist() for name, one in part.items()}
-                    for part in (own, used)
-                )
-                writer.write(
-                    {
-                        "type": "codes_speed", **fact, "p10_p50_p90_ms": spread, "processor_p10_p50_p90_ms": worked,
-                        "samples_ms": own, "processor_samples_ms": used,
-                    }
-                )  # fmt: skip
-                table.append(
-                    [str(bits), f"{fact['dense_bytes'] / 2**20:.1f}", f"{fact['step_bytes'] / 2**20:.1f}"]
-                    + [f"{spread[name][1]:.1f} ({worked[name][1]:.1f})" if name in spread else "-" for name in
-                       ("dense", "attend", "step", "dense by arrays", "attend by arrays")]
-                )  # fmt: skip
+            table.append(
+                [str(bits), f"{fact['dense_bytes'] / 2**20:.1f}", f"{fact['step_bytes'] / 2**20:.1f}"]
+                + [f"{spread[name][1]:.1f} ({worked[name][1]:.1f})" if name in spread else "-" for name in
+                   ("dense", "attend", "step", "dense by arrays", "attend by arrays")]
+            )  # fmt: skip
     header = ["bits", "dense MiB", "step MiB", "dense ms", "attend ms", "step ms", "dense, arrays", "attend, arrays"]
     print("median ms (of processor time)\n\n" + terminal.table(table, header), flush=True)
 

@@ -16,11 +16,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from shared import appended
+
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu.host import flush_bytes
 from eps_core.errors import exit_code
-from eps_core.io import outputs
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend, load_platform
@@ -59,8 +60,6 @@ def main(
         raise click.UsageError("a pass has at least one row, and no more rows than the context has tokens")
     if q_heads % kv_heads:
         raise click.UsageError(f"--q-heads {q_heads} is not a multiple of --kv-heads {kv_heads}")
-    outputs.check({"-o": out}, {})
-    outputs.check_start("-o", out, b"{", "JSONL")
     eps, platform = load_backend(backend), load_platform(backend)
     device = eps.devices()[-1] if device == "auto" else device
     platform.prepare(device)
@@ -70,50 +69,46 @@ def main(
     def random(*shape: int) -> Any:
         return eps.from_numpy(rng.standard_normal(shape, np.float32), dtype, device)
 
-    with outputs.Output(out, "-o") as output:
-        kept_bytes = output.file.stat().st_size if output.file is not None and output.file.exists() else 0
-        with outputs.JsonlWriter(output, kept_bytes) as writer:
-            for tokens in context:
-                units = -(-tokens // config.cache_config.unit_tokens)
-                spec = CacheSpec(1, kv_heads, head_dim, units, dtype)
-                cache = eps.new_cache(spec, config.cache_config, device, kernels)
-                for start in range(0, tokens, CHUNK_TOKENS):
-                    slots = np.arange(start, min(start + CHUNK_TOKENS, tokens))
-                    k, v = (random(len(slots), kv_heads, head_dim) for _ in range(2))
-                    cache = eps.write_kv_tentative(cache, 0, k, v, slots)
-                table, lengths = np.arange(units, dtype=np.int32)[None], np.array([tokens])
-                plan = StepPlan.dense(config.cache_config, table, lengths)
-                calls: dict[str, Any] = {
-                    "dense": partial(eps.attend, cache, 0, random(1, q_heads, head_dim), plan, None)
+    with appended(out) as writer:
+        for tokens in context:
+            units = -(-tokens // config.cache_config.unit_tokens)
+            spec = CacheSpec(1, kv_heads, head_dim, units, dtype)
+            cache = eps.new_cache(spec, config.cache_config, device, kernels)
+            for start in range(0, tokens, CHUNK_TOKENS):
+                slots = np.arange(start, min(start + CHUNK_TOKENS, tokens))
+                k, v = (random(len(slots), kv_heads, head_dim) for _ in range(2))
+                cache = eps.write_kv_tentative(cache, 0, k, v, slots)
+            table, lengths = np.arange(units, dtype=np.int32)[None], np.array([tokens])
+            plan = StepPlan.dense(config.cache_config, table, lengths)
+            calls: dict[str, Any] = {"dense": partial(eps.attend, cache, 0, random(1, q_heads, head_dim), plan, None)}
+            for drafts in gamma:
+                rows = Rows.of(table, lengths, np.array([drafts + 1]))
+                calls[str(drafts)] = partial(eps.attend_rows, cache, 0, random(drafts + 1, q_heads, head_dim), rows)
+            samples: dict[str, list[float]] = {name: [] for name in calls}
+            for number in range(rounds + 1):  # of which the first compiles
+                for name in rng.permutation(list(calls)).tolist():
+                    flush()
+                    elapsed_ms, _ = timed(calls[name])
+                    if number:
+                        samples[name].append(elapsed_ms)
+            medians = {name: float(np.median(one)) for name, one in samples.items()}
+            dense_ms = medians.pop("dense")
+            writer.write(
+                run_line(config, spec, backend, device, "random", eps.versions(), q_heads=q_heads,
+                         device_name=eps.device_name(device), kernels=cache.kernels)
+            )  # fmt: skip
+            writer.write(
+                {
+                    "type": "rows_cost", "context": tokens, "rounds": rounds, "dense_ms": dense_ms,
+                    "rows_ms": medians, "v": {name: one / dense_ms for name, one in medians.items()},
+                    "spread_ms": {name: float(np.ptp(one)) for name, one in samples.items()},
                 }
-                for drafts in gamma:
-                    rows = Rows.of(table, lengths, np.array([drafts + 1]))
-                    calls[str(drafts)] = partial(eps.attend_rows, cache, 0, random(drafts + 1, q_heads, head_dim), rows)
-                samples: dict[str, list[float]] = {name: [] for name in calls}
-                for number in range(rounds + 1):  # of which the first compiles
-                    for name in rng.permutation(list(calls)).tolist():
-                        flush()
-                        elapsed_ms, _ = timed(calls[name])
-                        if number:
-                            samples[name].append(elapsed_ms)
-                medians = {name: float(np.median(one)) for name, one in samples.items()}
-                dense_ms = medians.pop("dense")
-                writer.write(
-                    run_line(config, spec, backend, device, "random", eps.versions(), q_heads=q_heads,
-                             device_name=eps.device_name(device), kernels=cache.kernels)
-                )  # fmt: skip
-                writer.write(
-                    {
-                        "type": "rows_cost", "context": tokens, "rounds": rounds, "dense_ms": dense_ms,
-                        "rows_ms": medians, "v": {name: one / dense_ms for name, one in medians.items()},
-                        "spread_ms": {name: float(np.ptp(one)) for name, one in samples.items()},
-                    }
-                )  # fmt: skip
-                print(
-                    f"{tokens:,} tokens, {cache.kernels} on {device}: one row {dense_ms:.3f} ms; v(g) "
-                    + ", ".join(f"{name}: {one / dense_ms:.2f}" for name, one in medians.items()),
-                    flush=True,
-                )
+            )  # fmt: skip
+            print(
+                f"{tokens:,} tokens, {cache.kernels} on {device}: one row {dense_ms:.3f} ms; v(g) "
+                + ", ".join(f"{name}: {one / dense_ms:.2f}" for name, one in medians.items()),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ A line a run: what was loaded and stored, `ttft_ms` from the start of loading to
 run whether its tokens are the first one's (`tokens_same`) and its share of the first one's time (`ttft_share`).
 """
 
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,9 +20,7 @@ from eps_core.io import outputs
 from eps_core.load import BACKENDS
 from eps_core.metrics import provenance
 from eps_core.models.config import DEMO_MODEL
-from eps_core.models.tokenizer import load_tokenizer
-from eps_core.tasks.corpus import corpus
-from eps_core.tasks.sizing import cut
+from experiments.whole_step.run import prompt_of, run
 
 NEW_TOKENS = 16
 
@@ -51,24 +47,15 @@ def main(model: Path, contexts: str, backend: str, output: Path) -> None:
 def twice(model: Path, backend: str, context: int) -> list[dict[str, object]]:
     """Both runs of one backend and context."""
     lines: list[dict[str, object]] = []
-    tokenizer = load_tokenizer(model)
-
-    def encode(text: str, special: bool = True) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=special).ids)
-
     with tempfile.TemporaryDirectory() as folder:
         prompt = Path(folder) / "prompt.txt"
-        prompt.write_text(cut(corpus().decode(), encode, context - NEW_TOKENS - len(encode(""))))
-        command = [
-            sys.executable, "-m", "eps_core.cli", "run", "--model", str(model), "--backend", backend, "--device", "cpu",
-            "--prompt-file", str(prompt), "--max-new-tokens", str(NEW_TOKENS), "--no-stop", "--method", "rq",
-            "--no-baseline", "--cache-dir", str(Path(folder) / "kept"),
-        ]  # fmt: skip
+        prompt.write_text(prompt_of(model, context - NEW_TOKENS))
         for number in (1, 2):
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-            if done.returncode:  # it has said why
-                sys.exit(done.returncode)
-            result = json.loads(done.stdout.splitlines()[-1])
+            result = run(
+                "--model", model, "--backend", backend, "--device", "cpu", "--prompt-file", prompt,
+                "--max-new-tokens", NEW_TOKENS, "--no-stop", "--method", "rq", "--no-baseline",
+                "--cache-dir", Path(folder) / "kept",
+            )  # fmt: skip
             line = {
                 "backend": backend, "device": result["device"], "kernels": result["kernels"], "context_tokens": context,
                 "prompt_tokens": result["prompt_tokens"], "run": number, **result["stored"]["eps"],

@@ -5,7 +5,7 @@
 Caches hold random keys and values, the models are the demo's past its context, the long one and a random one of Llama
 3.2 1B's shape: speed only. A line holds medians of ms: c is a draft step over a dense one, v(g) a verify pass of g + 1
 rows, with its commit, over a dense step, v0 a dense step that keeps summaries, which a round without drafts is. What a
-model accepts is measured elsewhere (`scripts/real_answers.py`); `times_as_fast` is E / (g c + v(g)) for an
+model accepts is measured elsewhere (the experiment answers); `times_as_fast` is E / (g c + v(g)) for an
 acceptance a of each draft, E = (1 - a^(g + 1)) / (1 - a): an estimate.
 """
 
@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,14 +22,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import click
 import numpy as np
-from whole_step import MODELS
+from random_models import MODELS
+from shared import appended
 
 from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.io import outputs
 from eps_core.kv_cache.rows import Rows
 from eps_core.metrics.provenance import provenance
 from eps_core.models.config import DEMO_MODEL
@@ -148,16 +147,11 @@ def main(models: str, context: str, backend: str, dtype: str, rounds: int, quant
     if unknown:
         raise click.UsageError(f"model {', '.join(unknown)} is unknown: choose among {', '.join(MODELS)}")
     contexts = [int(one) for one in context.split(",")]
-    outputs.check({"-o": out}, {"the demo model": DEMO_MODEL})
-    outputs.check_start("-o", out, b"{", "JSONL")
-    with ExitStack() as stack:
-        output = stack.enter_context(outputs.Output(out, "-o"))
-        kept_bytes = output.file.stat().st_size if output.file is not None and output.file.exists() else 0
-        writer = stack.enter_context(outputs.JsonlWriter(output, kept_bytes))
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with appended(out, {"the demo model": DEMO_MODEL}) as writer, tempfile.TemporaryDirectory() as scratch:
         for name in names:
-            (scratch / name).mkdir()
-            path = MODELS[name](scratch / name, max(contexts) + max(DRAFTS) + 2)
+            folder = Path(scratch) / name
+            folder.mkdir()
+            path = MODELS[name](folder, max(contexts) + max(DRAFTS) + 2)
             session = Session.open(path, backend, "auto", dtype, dtype)
             for one in contexts:
                 row = measure(session, one, rounds, quantised)

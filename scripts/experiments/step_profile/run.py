@@ -1,6 +1,6 @@
 """Where a sparse decode step's host time goes: cProfile of steps of the demo model over a long, random cache.
 
-    python scripts/profile_step.py --context 32768 > profile-step.txt
+    python scripts/experiments/step_profile/run.py --context 32768 > profile-step.txt
 
 On the CPU the compiled kernels show as single entries; a function whose calls grow with the number of groups would be a
 loop over groups in Python, and there is none. Speed only: what the model says of random keys is not looked at.
@@ -13,12 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import click
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from whole_step import MODELS
+from random_models import MODELS
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate

@@ -9,8 +9,8 @@ Time to first token is that of the whole prompt, once; beyond --prefill-up-to, t
 instead, and llama.cpp still reads the prompt. With --batch 8 every sequence holds the same prompt, and with --ragged
 the last is whole and the others are shorter, down to a quarter; llama.cpp takes no part in batches.
 
-    python scripts/race.py --model DIR --context 4096,8000 --llama-python PYTHON -o results/race.jsonl
-    python scripts/race.py --table -o results/race.jsonl
+    python scripts/experiments/race/run.py --model DIR --context 4096,8000 --llama-python PYTHON -o results/race.jsonl
+    python scripts/experiments/race/run.py --table -o results/race.jsonl
 
 PYTHON is an interpreter with `pip install llama-cpp-python gguf numpy`; its check against transformers' logits comes
 before any timing.
@@ -25,9 +25,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import click
 import numpy as np
 import torch
+from shared import appended, markdown_table, rows_of
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
@@ -37,7 +40,6 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.decode.verified import verified
 from eps_core.errors import exit_code, require
-from eps_core.io import outputs
 from eps_core.metrics.provenance import package_version, provenance
 from eps_core.metrics.terminal import Progress
 from eps_core.tasks.corpus import corpus
@@ -58,7 +60,7 @@ class Llama:
     """A child that runs llama.cpp."""
 
     def __init__(self, python: str, stack: ExitStack) -> None:
-        line, pipe = [python, "-c", "import race_llama; race_llama.main()"], subprocess.PIPE
+        line, pipe = [python, "-c", "import llama; llama.main()"], subprocess.PIPE
         folder = Path(__file__).parent
         self.child = stack.enter_context(subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, cwd=folder))
         stack.callback(self.child.kill)
@@ -210,13 +212,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             cells = ["-" if one is None else f"{one:.1f}" for one in ms]
             lines.append([runner, *cells, slope, *("-" if one is None else f"{one:.1f}" for one in firsts)])
         words = "" if batch == 1 else f", {batch} sequences{' of a quarter of it to all' if ragged else ''}"
-        rules = [head, ["---"] * len(head), *lines]
-        parts.append(f"{model}{words}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in rules))
+        parts.append(f"{model}{words}:\n\n{markdown_table(head, lines)}")
     return "\n\n".join(parts)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [row for row in map(json.loads, path.read_text("utf-8").splitlines()) if row.get("type") == "race"]
 
 
 @click.command(help=__doc__)
@@ -237,7 +234,7 @@ def main(
     llama_python: str | None, gguf: str | None, only: tuple[str, ...], table_only: bool, output: Path,
 ) -> None:  # fmt: skip
     if table_only:
-        print(table(rows_of(output)))
+        print(table(rows_of(output, "race")))
         return
     require(model is not None, "--model is missing: give a Hugging Face folder (scripts/get_model.py)")
     assert model is not None
@@ -259,16 +256,14 @@ def main(
     threads = host.host_threads()
     versions = {**session.backend.versions(), "transformers": package_version("transformers")}
     with ExitStack() as stack:
-        kept_bytes = output.stat().st_size if output.exists() else 0
-        out = stack.enter_context(outputs.Output(output, "-o"))
-        writer = stack.enter_context(outputs.JsonlWriter(out, kept_bytes))
+        writer = stack.enter_context(appended(output))
         files: dict[str, tuple[Llama, dict[str, Any]]] = {}
-        chosen_kinds = [one for one in kinds if one[0] in chosen]
-        if chosen_kinds:
-            for name, kind in chosen_kinds:
+        for name, kind in kinds:
+            if name in chosen:
                 file = str(Path(gguf).resolve()) if gguf and kind == "given" else None
                 about = {"model": str(model.resolve()), "kind": kind, "gguf": file, "threads": threads}
                 files[name] = Llama(llama_python, stack), {**about, "room": longest + 8}
+        if files:
             llama, about = next(iter(files.values()))
             compare(llama, model, text[:CHECK_TOKENS], about)
         asked = {
@@ -306,7 +301,7 @@ def main(
                     "ragged": ragged, "step_ms": [round(one, 3) for one in times], "first_token_s": runners[name][0],
                 })  # fmt: skip
             runners.clear()
-    print(table([row for row in rows_of(output) if row["model"] == model.name and row["batch"] == batch]))
+    print(table([row for row in rows_of(output, "race") if row["model"] == model.name and row["batch"] == batch]))
 
 
 if __name__ == "__main__":

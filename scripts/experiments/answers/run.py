@@ -1,23 +1,24 @@
 """Ask a real pretrained model look-up questions, and decode verified beside dense: what a user of the default gets.
 
-    python scripts/real_answers.py --model DIR --context 4096 --documents 2 -o rows.jsonl
-    python scripts/real_answers.py --tables -o rows.jsonl    # tables of all that is in it, as Markdown
+    python scripts/experiments/answers/run.py --model DIR --context 4096 --documents 2 -o rows.jsonl
+    python scripts/experiments/answers/run.py --tables -o rows.jsonl    # tables of all that is in it, as Markdown
 
-A document has lines "The code for KEY is VALUE." spread evenly over real text (kinds as in real.py), and is prefilled
-once; every question about one of them is answered greedily, densely and by EPS at its default, from the same K and V.
-Then each document's text is continued by itself, densely and verified, at each temperature: the texts must be equal.
-Contexts are counted in the model's own tokens. Documents that OUTPUT holds are not measured again.
+A document has lines "The code for KEY is VALUE." spread evenly over real text (of the kinds of scripts/real.py), and is
+prefilled once; every question about one of them is answered greedily, densely and by EPS at its default, from the same
+K and V. Then each document's text is continued by itself, densely and verified, at each temperature: the texts must be
+equal. Contexts are counted in the model's own tokens. Documents that OUTPUT holds are not measured again.
 """
 
-import argparse
-import json
 import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
-from real import KINDS, markdown_table, named, text
+from real import KINDS, command_line, opened, resumed, text
+from shared import markdown_table, rows_of
 
 from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
@@ -29,7 +30,6 @@ from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
 from eps_core.evaluation.runner import DENSE, Document, run_batch
 from eps_core.evaluation.statistics import wilson_interval
-from eps_core.metrics.provenance import provenance
 from eps_core.tasks.needle import draw_key, draw_value, needle_line, question
 from eps_core.tasks.sizing import answers
 from experiments.grid.grid_verified import Measured, decode_both
@@ -88,23 +88,15 @@ def verified(
     session: Session, tokens: list[int], prefix: Prefix, steps: int, temperature: float, draft_budget: float | None
 ) -> dict[str, Any]:
     """Return how a verified text went beside the dense one, drafted by the default or another budget."""
-    config = EpsConfig.of(method="rq", budget=draft_budget)
-    document = Document(tokens, steps)
+    config, verify = EpsConfig.of(method="rq", budget=draft_budget), SpeculativeConfig(mode="tokens")
     measured = Measured(0)
-    both = decode_both(
-        session, [document], [prefix], config, SpeculativeConfig(mode="tokens"), Sampling(temperature, seed=0)
-    )
-    measured.add(*both, 1)
+    document, sampling = Document(tokens, steps), Sampling(temperature, seed=0)
+    measured.add(*decode_both(session, [document], [prefix], config, verify, sampling), 1)
     numbers = measured.numbers()
     names = (
-        "bytes_ratio",
-        "acceptance",
-        "acceptance_by_depth",
-        "offered_by_depth",
-        "tokens_per_round",
-        "new_tokens",
+        "bytes_ratio", "acceptance", "acceptance_by_depth", "offered_by_depth", "tokens_per_round", "new_tokens",
         "partings",
-    )
+    )  # fmt: skip
     return {**{name: numbers[name] for name in names}, "equal": numbers["documents_equal"] == 1}
 
 
@@ -151,50 +143,20 @@ def verified_table(rows: list[dict]) -> str:
 TABLES = {"lookups": lookups_table, "verified": verified_table}
 
 
-def rows_of(path: Path) -> list[dict]:
-    """Return the measured rows of a file of this script."""
-    lines = (json.loads(line) for line in path.read_text("utf-8").splitlines())
-    return [row for row in lines if row["type"] in TABLES]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory (scripts/get_model.py)")
-    parser.add_argument("--context", type=int, default=4096, help="prompt tokens (default 4096)")
-    parser.add_argument("--documents", type=int, default=2)
+    parser = command_line(__doc__, 2, "tokens of each verified text; 0: none", tuple(TABLES), "both")
     parser.add_argument("--questions", type=int, default=20, help="about each document (default 20)")
-    parser.add_argument("--steps", type=int, default=64, help="tokens of each verified text; 0: none (default 64)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument(
-        "--draft-budgets",
-        type=float,
-        nargs="*",
-        default=[],
-        help="budgets of drafts, beside the default",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--tables", nargs="*", choices=tuple(TABLES),
-        help="print these tables of OUTPUT, both if none is named, and measure nothing",
-    )  # fmt: skip
-    parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, rows of type lookups and verified")
+    parser.add_argument("--draft-budgets", type=float, nargs="*", default=[], help="of drafts, beside the default")
     args = parser.parse_args()
     if args.tables is not None:
-        rows = rows_of(args.output)
+        rows = rows_of(args.output, *TABLES)
         print("\n\n".join(TABLES[name](rows) for name in args.tables or TABLES))
         return
-    require(args.model is not None, "--model is missing: give a Hugging Face directory (scripts/get_model.py)")
-    for name in ("context", "documents", "questions"):
-        require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} is below 1: give a positive number")
-    session = Session.open(args.model, backend="cuda", device="cpu", dtype="float32", kv_dtype="bfloat16")
-    room = session.spec.max_context - max(args.steps, ANSWER_TOKENS)
-    require(args.context <= room, f"--context {args.context} is beyond the {room} tokens that leave room to decode")
+    session = opened(args, max(args.steps, ANSWER_TOKENS), "questions")
     cell = {"model": args.model.name, "context_tokens": args.context, "seed": args.seed}
-    there = [row for row in rows_of(args.output) if cell.items() <= row.items()] if args.output.exists() else []
-    done = {row["document"] for row in there}
-    with args.output.open("a", encoding="utf-8") as out:
-        out.write(json.dumps({"type": "run", **provenance(session.backend.versions()), "asked": named(args)}) + "\n")
-        for index in set(range(args.documents)) - done:
+    with resumed(args, session, tuple(TABLES), cell) as (there, add):
+        for index in set(range(args.documents)) - {row["document"] for row in there}:
             tokens, codes = asked(session, args.context, args.questions, index, args.seed)
             prefix = session.prefix(tokens[:-1])
             same = {**cell, "document": index, "kind": KINDS[index % len(KINDS)]}
@@ -203,9 +165,7 @@ def main() -> None:
                 numbers = verified(session, tokens, prefix, args.steps, heat, budget)
                 given = {"temperature": heat, "draft_budget": budget, "steps": args.steps}
                 rows.append({"type": "verified", **same, **given, **numbers})
-            out.write("".join(json.dumps(row) + "\n" for row in rows))
-            out.flush()
-            there += rows
+            add(rows)
             print(f"document {index + 1} of {args.documents}", file=sys.stderr)
     print("\n" + "\n\n".join(table(there) for table in TABLES.values()))
 

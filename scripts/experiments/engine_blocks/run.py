@@ -1,7 +1,7 @@
 """The README's three "Engines" blocks as a reader would paste them: each in a fresh copy of the checkout, in a virtual
 environment that it makes itself, with nothing else.
 
-    python scripts/try_engines.py mlx-lm transformers vllm
+    python scripts/experiments/engine_blocks/run.py mlx-lm transformers vllm
 """
 
 import json
@@ -19,7 +19,7 @@ from eps_core.errors import ConfigError, exit_code, require
 from eps_core.evaluation.compare import demo_document
 from eps_core.load import ENGINES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 LINES = 5  # of a block, at most
 
 

@@ -4,26 +4,28 @@ Speed only: the demo model is run past its trained context and the 1B model know
 looked at. mlx-lm and transformers get a cache of random keys and values instead of a prefill, which takes them hours
 here; vLLM prefills once, and finds the prompt in its prefix cache after that. Appends a line a context to a JSONL.
 
-    python scripts/engine_speed.py --engine mlx-lm,transformers --context 4096,8192,32768
+    python scripts/experiments/engine_speed/run.py --engine mlx-lm,transformers --context 4096,8192,32768
 """
 
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import click
 import numpy as np
-from whole_step import MODELS
+from random_models import MODELS
+from shared import appended
 
 from eps_core.cpu.host import host_name
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import exit_code
 from eps_core.integrations.settings import Settings
-from eps_core.io import outputs
 from eps_core.load import ENGINES, load_engine
 from eps_core.metrics.provenance import package_version, provenance
 from eps_core.tasks.corpus import corpus
@@ -105,22 +107,16 @@ def time_transformers(path: Path, dtype: str, contexts: list[int], num_steps: in
 
 
 def time_vllm(path: Path, dtype: str, contexts: list[int], num_steps: int, settings: dict[str, Any]) -> Times:
-    engine = load_engine("vllm").open_engine(
-        path, Settings.of(settings), dtype=dtype, max_tokens=max(contexts) + num_steps + 1
-    )
+    most = max(contexts) + num_steps + 1
+    engine = load_engine("vllm").open_engine(path, Settings.of(settings), dtype=dtype, max_tokens=most)
     text = list(corpus())
     try:
         for context in contexts:
             for sparse in (False, True) * ROUNDS:
                 engine.sparse.reset()
                 steps = list(engine.generate([text[:context]], num_steps, Sampling(), sparse))
-                # the first token is the prefill's
-                yield (
-                    context,
-                    sparse,
-                    [step.ms for step in steps[1 + WARM_UP :]],
-                    engine.sparse.stats() if sparse else {},
-                )
+                times = [step.ms for step in steps[1 + WARM_UP :]]  # the first token is the prefill's
+                yield context, sparse, times, engine.sparse.stats() if sparse else {}
     finally:
         engine.close()
 
@@ -153,15 +149,9 @@ def main(
         raise click.UsageError(f"--context {context!r}: give multiples of {FILL_TOKENS} tokens, separated by commas")
     contexts = [int(one) for one in context.split(",")]
     settings = {"method": method} | ({} if budget is None else {"budget": budget})
-    outputs.check({"-o": out}, {})
-    outputs.check_start("-o", out, b"{", "JSONL")
-    with ExitStack() as stack:
-        output = stack.enter_context(outputs.Output(out, "-o"))
-        kept_bytes = output.file.stat().st_size if output.file is not None and output.file.exists() else 0
-        writer = stack.enter_context(outputs.JsonlWriter(output, kept_bytes))
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with appended(out) as writer, tempfile.TemporaryDirectory() as scratch:
         for name in models.split(","):
-            folder = scratch / name
+            folder = Path(scratch) / name
             folder.mkdir()
             model = MODELS[name](folder, max(contexts) + new_tokens + 1)
             for engine in engines.split(","):
