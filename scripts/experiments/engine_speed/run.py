@@ -44,13 +44,14 @@ def time_mlx_lm(path: Path, dtype: str, contexts: list[int], num_steps: int, set
     from eps_mlx.integrations.mlx_lm import eps
 
     kind = getattr(mx, dtype)
-    model, _ = mlx_lm.load(str(path))
+    model = mlx_lm.load(str(path))[0]
     model.set_dtype(kind)
     args = model.args
     shape = (1, args.num_key_value_heads, FILL_TOKENS, args.head_dim or args.hidden_size // args.num_attention_heads)
     for context in contexts:
         for sparse in (False, True) * ROUNDS:
-            with eps(model, **settings) if sparse else nullcontext() as counts:
+            attention: Any = eps(model, **settings) if sparse else nullcontext()
+            with attention as counts:
                 caches = make_prompt_cache(model)
                 for _ in range(0, context, FILL_TOKENS):
                     for cache in caches:
@@ -87,7 +88,7 @@ def time_transformers(path: Path, dtype: str, contexts: list[int], num_steps: in
     for context in contexts:
         for sparse in (False, True) * ROUNDS:
             model.set_attn_implementation("eps" if sparse else "sdpa")
-            cache = EpsCache(model.config, **settings) if sparse else DynamicCache(config=model.config)
+            cache: Any = EpsCache(model.config, **settings) if sparse else DynamicCache(config=model.config)
             with torch.inference_mode():
                 for _ in range(0, context, FILL_TOKENS):
                     for layer in range(model.config.num_hidden_layers):

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import gguf
 import llama_cpp
@@ -71,7 +72,7 @@ def write_gguf(folder: Path, kind: str, path: Path) -> None:
             continue
         if config["model_type"] == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = turned(weight, heads if name.endswith("q_proj.weight") else kv_heads)
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        own: Any = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if weight.ndim == 1:
             writer.add_tensor(own, np.ascontiguousarray(weight))
         else:
@@ -99,7 +100,8 @@ def logits_of(model: llama_cpp.Llama) -> np.ndarray:
 
 
 def main() -> None:
-    model, token = None, 0
+    model: Any = None
+    token = 0
     for line in sys.stdin:
         asked = json.loads(line)
         start, said = time.perf_counter(), {}

@@ -59,8 +59,8 @@ Contestant = tuple[float | None, Steps]  # seconds to the first token, None wher
 class Llama:
     """A child that runs llama.cpp."""
 
-    def __init__(self, python: str, stack: ExitStack) -> None:
-        line, pipe = [python, "-c", "import llama; llama.main()"], subprocess.PIPE
+    def __init__(self, python: str | None, stack: ExitStack) -> None:
+        line, pipe = [str(python), "-c", "import llama; llama.main()"], subprocess.PIPE
         folder = Path(__file__).parent
         self.child = stack.enter_context(subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, cwd=folder))
         stack.callback(self.child.kill)
@@ -254,7 +254,7 @@ def main(
     require(len(text) > longest, f"the text has {len(text)} tokens, less than {longest}: lower --context")
     session.check_kernels(SPARSE.cache_config)
     threads = host.host_threads()
-    versions = {**session.backend.versions(), "transformers": package_version("transformers")}
+    versions: dict[str, Any] = {**session.backend.versions(), "transformers": package_version("transformers")}
     with ExitStack() as stack:
         writer = stack.enter_context(appended(output))
         files: dict[str, tuple[Llama, dict[str, Any]]] = {}
