@@ -14,14 +14,14 @@ models=${EPS_MODEL_CACHE:-$HOME/.cache/eps/models}
 mkdir -p "$models"
 "$venv/bin/python" scripts/get_model.py smollm2 "$models/smollm2"
 if [ -n "${EPS_REAL_QUICK:-}" ]; then
-  "$venv/bin/python" scripts/real.py --model "$models/smollm2" --context 2048 --documents 2 --steps 16 \
+  "$venv/bin/python" scripts/experiments/real/run.py --model "$models/smollm2" --context 2048 --documents 2 --steps 16 \
     --budgets 0.05 0.1 0.2 -o "$out/real-quick.jsonl"
   exit
 fi
 "$venv/bin/python" scripts/get_model.py qwen-coder "$models/qwen-coder"
 cell() { # MODEL CONTEXT [OPTION..]
-  "$venv/bin/python" scripts/real.py --model "$models/$1" --context "$2" --documents 8 --steps 64 "${@:3}" \
-    -o "$out/real.jsonl"
+  "$venv/bin/python" scripts/experiments/real/run.py --model "$models/$1" --context "$2" --documents 8 --steps 64 \
+    "${@:3}" -o "$out/real.jsonl"
   took "$1 at $2 tokens"
 }
 cell smollm2 4096
@@ -38,11 +38,11 @@ done
 for context in 4096 8192 16384; do
   for model in smollm2 qwen-coder; do
     if [ "$model $context" != "smollm2 16384" ]; then
-      "$venv/bin/python" scripts/experiments/answers/run.py --model "$models/$model" --documents 4 --questions 10 \
+      "$venv/bin/python" scripts/experiments/real/answers.py --model "$models/$model" --documents 4 --questions 10 \
         --context $((context == 8192 ? 8064 : context)) -o "$out/real-answers.jsonl"
       took "look-ups and verified texts of $model at $context tokens"
     fi
   done
 done
-"$venv/bin/python" scripts/real.py --tables -o "$out/real.jsonl"
-"$venv/bin/python" scripts/experiments/answers/run.py --tables -o "$out/real-answers.jsonl"
+"$venv/bin/python" scripts/experiments/real/run.py --tables -o "$out/real.jsonl"
+"$venv/bin/python" scripts/experiments/real/answers.py --tables -o "$out/real-answers.jsonl"

@@ -109,7 +109,7 @@ def test_pools_are_of_the_stated_fields_and_hold_what_is_built(target, settings,
 
 
 def test_meanstd_is_not_called_by_another_methods_name() -> None:
-    """UNIQUE has one scalar deviation of a page of 8 and half the query's norm; `scripts/real.py` computes it so."""
+    """UNIQUE has one scalar deviation of a page of 8 and half the query's norm; experiments/real computes it so."""
     root = Path(__file__).parent.parent
     claims = re.compile(r"UNIQUE\S* \(`?meanstd|meanstd`?\s+(is )?UNIQUE|meanstd at (its|their) authors")
     for path in [

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import real
 import speed_tables
 import tables
 
-from experiments.answers import run as answers
+from experiments.real import answers
+from experiments.real import run as real
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -31,13 +31,13 @@ def test_the_published_tables_are_those_of_the_raw_rows(page: Path, command: str
 
 def test_every_table_of_measured_rows_is_published() -> None:
     published = {command for _, command, _ in blocks()}
-    names = {f"real.py --tables {name} -o results/real.jsonl" for name in real.TABLES}
-    names.remove("real.py --tables weights -o results/real.jsonl")
+    names = {f"experiments/real/run.py --tables {name} -o results/real.jsonl" for name in real.TABLES}
+    names.remove("experiments/real/run.py --tables weights -o results/real.jsonl")
     names |= {
-        "real.py --tables weights -o results/real-weights.jsonl",
+        "experiments/real/run.py --tables weights -o results/real-weights.jsonl",
         "experiments/race/run.py --table -o results/race.jsonl",
     }
-    names |= {f"experiments/answers/run.py --tables {name} -o results/real-answers.jsonl" for name in answers.TABLES}
+    names |= {f"experiments/real/answers.py --tables {name} -o results/real-answers.jsonl" for name in answers.TABLES}
     names |= {f"speed_tables.py results {name}" for name in speed_tables.TABLES}
     assert names == published and sum(table.count("\n|") for _, _, table in blocks()) > 150
 
@@ -49,7 +49,7 @@ def test_a_table_that_differs_is_found_and_remade(
     shutil.copy(RESULTS / "real-answers.jsonl", tmp_path / "results")
     page, block = (
         tmp_path / "results" / "README.md",
-        "<!-- experiments/answers/run.py --tables -o results/real-answers.jsonl -->",
+        "<!-- experiments/real/answers.py --tables -o results/real-answers.jsonl -->",
     )
     page.write_text(f"# Before\n\n{block}\nold\n<!-- end -->\n\nAfter.\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)

@@ -1,9 +1,9 @@
 """Ask a real pretrained model look-up questions, and decode verified beside dense: what a user of the default gets.
 
-    python scripts/experiments/answers/run.py --model DIR --context 4096 --documents 2 -o rows.jsonl
-    python scripts/experiments/answers/run.py --tables -o rows.jsonl    # tables of all that is in it, as Markdown
+    python scripts/experiments/real/answers.py --model DIR --context 4096 --documents 2 -o rows.jsonl
+    python scripts/experiments/real/answers.py --tables -o rows.jsonl    # tables of all that is in it, as Markdown
 
-A document has lines "The code for KEY is VALUE." spread evenly over real text (of the kinds of scripts/real.py), and is
+A document has lines "The code for KEY is VALUE." spread evenly over real text (of the kinds of run.py), and is
 prefilled once; every question about one of them is answered greedily, densely and by EPS at its default, from the same
 K and V. Then each document's text is continued by itself, densely and verified, at each temperature: the texts must be
 equal. Contexts are counted in the model's own tokens. Documents that OUTPUT holds are not measured again.
@@ -17,7 +17,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
-from real import KINDS, command_line, opened, resumed, text
 from shared import markdown_table, rows_of
 
 from eps_core.config.cache import CacheConfig
@@ -33,6 +32,7 @@ from eps_core.evaluation.statistics import wilson_interval
 from eps_core.tasks.needle import draw_key, draw_value, needle_line, question
 from eps_core.tasks.sizing import answers
 from experiments.grid.grid_verified import Measured, decode_both
+from experiments.real.run import KINDS, command_line, opened, resumed, text
 
 ANSWER_TOKENS = 8
 CONFIG = EpsConfig.of(method="rq")
