@@ -125,20 +125,12 @@ def methods() -> str:
     for name in METHODS[1:]:
         config = EpsConfig.of(method=name).cache_config
         spec, stored = config.method_spec, sizes.summary_group_bytes(config, HEAD_DIM)
-        bounds = (
-            "own"
-            if config.own_bounds
-            else f"with `--eps-{spec.bounds_setting.replace('_', '-')}`"
-            if spec.bounds_setting
-            else "none"
-        )
-        rows.append(
-            (
-                f"[`{name}`](#{name})", str(config.S), number(stored), f"{stored / config.S / KV_TOKEN_BYTES:.2%}",
-                "norm" if spec.norm_estimate else "log mass", bounds,
-                "-" if spec.dim is None else f"{spec.dim_means} = {spec.dim}",
-            )
-        )  # fmt: skip
+        bounds = f"with `--eps-{spec.bounds_setting.replace('_', '-')}`" if spec.bounds_setting else "none"
+        rows.append((
+            f"[`{name}`](#{name})", config.S, number(stored), f"{stored / config.S / KV_TOKEN_BYTES:.2%}",
+            "norm" if spec.norm_estimate else "log mass", "own" if config.own_bounds else bounds,
+            "-" if spec.dim is None else f"{spec.dim_means} = {spec.dim}",
+        ))  # fmt: skip
     return markdown_table(
         ("method", "tokens a group", "bytes a group", "of K and V", "estimate", "bounds", "`--eps-dim`"), rows
     )
@@ -179,19 +171,12 @@ def policies() -> str:
 
 
 def formats() -> str:
-    rows = [(f"`{AS_THEY_ARE}`", "as `--kv-dtype`", "2", number(KV_TOKEN_BYTES // 2), "any")]
+    rows: list[tuple] = [(f"`{AS_THEY_ARE}`", "as `--kv-dtype`", "2", number(KV_TOKEN_BYTES // 2), "any")]
     for name, form in FORMATS.items():
         scales = "a float16 a row" + (f", an E4M3 a block of {form.block}" if form.block else "")
         multiple = "any" if form.multiple == 1 else f"multiples of {form.multiple}"
-        rows.append(
-            (
-                f"`{name}`",
-                f"{form.words}: {scales}",
-                number(form.code_bits / 8),
-                str(form.row_bytes(HEAD_DIM)),
-                multiple,
-            )
-        )
+        bytes_of = number(form.code_bits / 8), form.row_bytes(HEAD_DIM)
+        rows.append((f"`{name}`", f"{form.words}: {scales}", *bytes_of, multiple))
     return markdown_table(
         ("`--kv-bits`", "codes and scales", "bytes an element", "bytes a row of 128", "head dims"), rows
     )

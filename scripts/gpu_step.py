@@ -6,7 +6,6 @@ Speed only: a cache of random keys and values stands for the prompt, and what th
 step is the whole of it: projections, attention, the choice of the token on the host, and the launches between them.
 """
 
-import json
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
+from eps_core.io import outputs
 from eps_core.metrics.provenance import provenance
 
 SHAPES = {  # hidden, inner, query heads, kv heads, head_dim, vocabulary, warm and timed steps
@@ -78,12 +78,16 @@ def step_ms(session: Session, prefix: Prefix, batch: int, config: EpsConfig, war
 def main(cells: str, layers: int, shape: str, device: str, output: Path) -> None:
     require(device != "cuda" or torch.cuda.is_available(), "no CUDA device is there: run on a machine with a GPU")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, output.open("w") as out:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        outputs.Output(output, "-o") as place,
+        outputs.JsonlWriter(place) as out,
+    ):
         model, dtype = make_model(Path(folder), shape, layers, device), "bfloat16" if device == "cuda" else "float32"
         session = Session.open(model, "cuda", device, dtype, kernels="triton")
         *_, kv_heads, head_dim, _, warm_steps, num_steps = SHAPES[shape]
         name = torch.cuda.get_device_name() if device == "cuda" else device
-        out.write(json.dumps({"type": "run", "device_name": name, **provenance(eps_cuda.versions())}) + "\n")
+        out.write({"type": "run", "device_name": name, **provenance(eps_cuda.versions())})
         for cell in cells.split(","):
             context, batch = (int(number) for number in cell.split("x"))
             generator = torch.Generator(device).manual_seed(context)
@@ -97,12 +101,10 @@ def main(cells: str, layers: int, shape: str, device: str, output: Path) -> None
                 name: round(step_ms(session, prefix, batch, config, warm_steps, num_steps), 3)
                 for name, config in CONFIGS.items()
             }
-            record = {
+            out.write({
                 "type": "step", "device_name": name, "shape": shape, "layers": layers, "context": context,
                 "batch": batch, "step_ms": ms, "weights_bytes": session.decoder.model.weight_bytes,
-            }  # fmt: skip
-            out.write(json.dumps(record) + "\n")
-            out.flush()
+            })  # fmt: skip
             times = ", ".join(f"{name} {one:.2f}" for name, one in ms.items())
             print(f"{context} x {batch}, {layers} layers, ms a step: {times}")
 

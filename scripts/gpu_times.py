@@ -31,6 +31,7 @@ from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.kernel_check import disagreement as disagreement_of_kernels
 from eps_core.errors import exit_code, require
+from eps_core.io import outputs
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.metrics.provenance import provenance
 from eps_cuda.bench import bandwidth_variants, capture, stopwatch
@@ -79,8 +80,7 @@ def layers_of(context: int, batch: int, config: EpsConfig, device: str) -> tuple
     for layer in range(1, layers):
         for name, array in cache.summaries[0].items():
             cache.summaries[layer][name].copy_(array)
-        pairs = (cache.k, cache.v, cache.valid)
-        for arrays in pairs:
+        for arrays in (cache.k, cache.v, cache.valid):
             arrays[layer].copy_(arrays[0])  # type: ignore[union-attr]
     bucket = BUCKET_TOKENS // unit if device == "cuda" else 1
     table = np.full((batch, -(-held // bucket) * bucket), -1, np.int32)
@@ -103,10 +103,9 @@ def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Any]]:
         cascaded, (upload(plan.rescored), config.rescored_groups(most)), config.selection_config.reads_at_once
     )
     wanted, lengths, table = upload(plan.budget(plan.num_always_selected)), upload(plan.lengths), upload(plan.table)
-    last = plan.table[:, (plan.lengths[0] - 1) // config.cache_config.unit_tokens]
-    slots = upload(
-        last.astype(np.int64) * config.cache_config.unit_tokens + (plan.lengths - 1) % config.cache_config.unit_tokens
-    )
+    unit = config.cache_config.unit_tokens
+    last = plan.table[:, (plan.lengths[0] - 1) // unit].astype(np.int64)
+    slots = upload(last * unit + (plan.lengths - 1) % unit)
     spec = cache.spec
     masses = q.new_empty((spec.num_layers, batch, KV_HEADS, num_chunks(most // config.cache_config.S), 3)).float()
     k, v = (q.new_zeros((batch, KV_HEADS, HEAD_DIM)) for _ in range(2))
@@ -139,10 +138,7 @@ def dense(cache: Cache, plan: StepPlan, q: Tensor) -> dict[str, Callable[[], Any
     ]  # fmt: skip
     rows = q.view(batch, KV_HEADS, -1, HEAD_DIM)
     assert whole[0][0].shape[2] >= length
-    return {
-        "own": own,
-        "sdpa": lambda: [scaled_dot_product_attention(rows, k, v) for k, v in whole],
-    }
+    return {"own": own, "sdpa": lambda: [scaled_dot_product_attention(rows, k, v) for k, v in whole]}
 
 
 def median_us(run: Callable[[], Any], repeats: int = 30) -> float:
@@ -190,11 +186,6 @@ def disagreement(cache: Cache, plan: StepPlan, q: Tensor, result: Any) -> float:
     return worst / largest
 
 
-def copy_gbps(device: str) -> float:
-    copy, num_bytes = bandwidth_variants(COPY_BYTES, device)["copy"]
-    return num_bytes / median_us(copy) / 1000
-
-
 def check(device: str) -> None:
     """Compiles every kernel at two shapes and compares them with array operations. Raises ConfigError where they
     disagree."""
@@ -220,9 +211,10 @@ def measure(context: int, batch: int, config: EpsConfig, roof: float, device: st
         "type": "layer", "context": context, "batch": batch, "layers": layers, "wrong_by": round(wrong, 5),
         "dense_kv_bytes": kv_bytes, "kv_bytes": read_bytes, "summary_bytes": plan.summary_bytes(cache.spec),
     }  # fmt: skip
-    replay = capture(run) if device == "cuda" else None
-    if replay is None:
+    if device != "cuda":
         return record
+    replay = capture(run)
+    assert replay is not None
     variants = {name: capture(one) for name, one in dense(cache, plan, q).items()}
     dense_us = {name: median_us(one) / layers for name, one in variants.items() if one is not None}
     return record | {
@@ -232,22 +224,26 @@ def measure(context: int, batch: int, config: EpsConfig, roof: float, device: st
     }  # fmt: skip
 
 
+def fastest_dense_us(record: dict[str, Any]) -> float:
+    return min([*record["dense_us"].values(), record["dense_at_90_percent_us"]])
+
+
 def goals(records: list[dict[str, Any]]) -> list[str]:
     """The goals of a layer with what was measured of them."""
     found = {(record["context"], record["batch"]): record for record in records}
     lines = []
     for cell, least in (((65536, 4), 5.0), ((32768, 1), 2.0)):
         if cell in found:
-            one = found[cell]
-            times = min([*one["dense_us"].values(), one["dense_at_90_percent_us"]]) / one["step_us"]
+            times = fastest_dense_us(found[cell]) / found[cell]["step_us"]
             word = "met" if times >= least else "missed"
             lines.append(f"{cell[0]} x {cell[1]}: {times:.2f} times as fast as dense, goal {least:g}: {word}")
     if (65536, 4) in found:
         one = found[65536, 4]
         attention = sum(k["us"] for name, k in one["kernels"].items() if name.startswith(("attend", "merge")))
-        share = (one["step_us"] - attention) / min([*one["dense_us"].values(), one["dense_at_90_percent_us"]])
-        word = "met" if share <= 0.1 else "missed"
-        lines.append(f"65536 x 4: all but attention takes {share:.0%} of dense, goal 10%: {word}")
+        share = (one["step_us"] - attention) / fastest_dense_us(one)
+        lines.append(
+            f"65536 x 4: all but attention takes {share:.0%} of dense, goal 10%: {'met' if share <= 0.1 else 'missed'}"
+        )
     return lines
 
 
@@ -267,15 +263,13 @@ def main(cells: str, settings: str, device: str, only_check: bool, output: Path 
     assert output is not None
     config = EpsConfig.of(**{"method": "rq", **json.loads(settings)})
     output.parent.mkdir(parents=True, exist_ok=True)
-    name, roof = (torch.cuda.get_device_name(), copy_gbps(device)) if has_gpu else (device, 1.0)
+    name, roof = device, 1.0
+    if has_gpu:
+        copy, num_bytes = bandwidth_variants(COPY_BYTES, device)["copy"]
+        name, roof = torch.cuda.get_device_name(), num_bytes / median_us(copy) / 1000
     records = []
-    with output.open("w") as out:
-
-        def line(record: dict[str, Any]) -> None:
-            out.write(json.dumps(record) + "\n")
-            out.flush()
-
-        line({
+    with outputs.Output(output, "-o") as place, outputs.JsonlWriter(place) as out:
+        out.write({
             "type": "run", "device_name": name, **provenance(eps_cuda.versions()), "copy_gbps": round(roof),
             "q_heads": Q_HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": DTYPE[device],
             "config": config.to_dict(),
@@ -283,7 +277,7 @@ def main(cells: str, settings: str, device: str, only_check: bool, output: Path 
         for cell in cells.split(","):
             context, batch = (int(number) for number in cell.split("x"))
             record = measure(context, batch, config, roof, device)
-            line(record)
+            out.write(record)
             if not has_gpu:
                 print(f"{context} x {batch}: the sparse output is right to {record['wrong_by']}")
                 continue
@@ -295,7 +289,7 @@ def main(cells: str, settings: str, device: str, only_check: bool, output: Path 
             for kernel, one in record["kernels"].items():
                 print(f"    {one['us']:8.1f} us  {one['launches']:5.2f} launches  {kernel}")
         if records:
-            line({"type": "goals", "goals": goals(records)})
+            out.write({"type": "goals", "goals": goals(records)})
             print("\n".join(goals(records)))
 
 

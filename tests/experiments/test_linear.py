@@ -7,7 +7,7 @@ import pytest
 
 from eps_core.decode.session import Session
 from experiments.linear.states import Recurrent, State
-from experiments.memory.composition import Plan, Variant, markdown, records, table_cells, tally_document
+from experiments.memory.run import Plan, Variant, markdown, table_cells, tally_document
 
 STATES = (State(), State(gamma=0.9), State("favor", 48), State("favor", 16, 0.95, seed=3))
 
@@ -70,5 +70,5 @@ def test_a_table_of_states_reads_the_same_bytes_at_every_step(model: Path) -> No
     assert cells[0].bytes_ratio == pytest.approx(4 * kept / sum(whole))
     assert cells[0].bytes_kept_ratio == pytest.approx(kept / whole[-1])
     assert cells[1].kl_mean == 0 and cells[0].kl_mean is not None and cells[0].kl_mean > 0
-    assert records(cells)[0]["state"] == {"features": "favor", "num_features": 24, "gamma": 0.9, "seed": 0}
+    assert cells[0].state == State("favor", 24, 0.9)
     assert "| a state, `favor` 24, gamma 0.9 | 1 | 16 | all | - |" in markdown(cells)

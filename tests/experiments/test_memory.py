@@ -1,6 +1,7 @@
 """The table of quantized KV, eviction and EPS: its variants and its bytes."""
 
 import json
+from dataclasses import asdict
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
@@ -8,8 +9,8 @@ from eps_core.eviction.config import EvictionConfig
 from eps_core.eviction.table import POLICIES
 from eps_core.models.config import DEMO_MODEL
 from eps_core.report import kept
-from experiments.kv_formats import rewrites
-from experiments.memory.composition import EVERY, SHARES, Plan, Variant, records, table_cells, tally_document, variants
+from experiments.kv_formats import run as rewrites
+from experiments.memory.run import EVERY, SHARES, Plan, Variant, table_cells, tally_document, variants
 
 
 def test_the_arms_of_a_table() -> None:
@@ -53,5 +54,4 @@ def test_bytes_are_of_a_dense_cache_of_16_bits() -> None:
     assert evicted.bytes_ratio is not None and both.bytes_ratio == evicted.bytes_ratio * ratio
     assert evicted.bytes_kept_ratio is not None and both.bytes_kept_ratio == evicted.bytes_kept_ratio * ratio
     assert sparse.bytes_kept_ratio is not None and sparse.bytes_kept_ratio > ratio, "summaries are kept beside codes"
-    (line, *_) = records([sparse])
-    assert json.loads(json.dumps(line))["kv_bits"] == [8, 8]
+    assert json.loads(json.dumps(asdict(sparse)))["kv_bits"] == [8, 8]

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.kv_formats import block_gtq, dar, dmc, per_channel, prq
 from experiments.kv_formats.base import Layer, Rewritten
-from experiments.kv_formats.table import REWRITES, rewrite
+from experiments.kv_formats.run import OFF, REWRITES, Variant, variants
 
 HALVES = np.sort(np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float64)[np.r_[0:31744, 32769:64512]])
 FREQUENCIES = {dim: 100.0 ** -(np.arange(dim // 2) / (dim // 2)) for dim in (8, 12, 16, 64, 72)}
@@ -220,15 +220,15 @@ def test_dmc_is_its_recurrence(length: int, heads: int, dim: int, tau: float, wi
 # --------------------------------------------------------------------------------------------------------------- all
 
 
-@pytest.mark.parametrize("name", REWRITES)
-def test_layers_that_no_format_can_say_are_refused(name: str) -> None:
-    settings = {"per-channel": {"bits": 4}, "block-gtq": {"bits": 2}, "dar": {"part": 0.5}, "dmc": {"tau": 0.5}}
-    made, one = rewrite(name).rewrite, layer(31, 2, 12)
-    assert made(one, **settings.get(name, {})).num_bytes > 0 and rewrite(name).SOURCE
+@pytest.mark.parametrize("variant", [one for one in variants() if one.rewrite != OFF], ids=str)
+def test_layers_that_no_format_can_say_are_refused(variant: Variant) -> None:
+    settings, one = dict(variant.settings), layer(31, 2, 12)
+    made = REWRITES[variant.rewrite].rewrite
+    assert made(one, **settings).num_bytes > 0 and REWRITES[variant.rewrite].SOURCE
     for broken in (np.nan, np.inf, 65600.0):
         keys = one.keys.copy()
         keys[3, 1, 2] = broken
         with pytest.raises(ValueError, match="no format can say it"):
-            made(Layer(keys, one.values, one.frequencies, one.query_squares), **settings.get(name, {}))
+            made(Layer(keys, one.values, one.frequencies, one.query_squares), **settings)
     with pytest.raises(ValueError, match="without tokens"):
         Layer(one.keys[:0], one.values[:0], one.frequencies, one.query_squares)

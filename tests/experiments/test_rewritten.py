@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 from eps_core.decode.session import Session
 from eps_core.models.config import DEMO_MODEL
-from experiments.kv_formats import rewrites
-from experiments.kv_formats.rewrites import OFF, Plan, Variant
-from experiments.memory import composition as memory
+from experiments.kv_formats import run as rewrites
+from experiments.kv_formats.run import OFF, Plan, Variant
+from experiments.memory import run as memory
 
 
 def test_a_table_of_one_text_and_one_needle() -> None:
@@ -29,8 +29,8 @@ def test_a_table_of_one_text_and_one_needle() -> None:
     assert plain.kl_max is not None and plain.kl_max < 1e-5 and plain.bytes_ratio is not None
     assert abs(plain.bytes_ratio - 1) < 1e-3 and plain.needles_answered == plain.needles_dense == 1
     assert coarse.kl_mean > 20 * max(fine.kl_mean, 1e-6) and coarse.needles_answered == 0
-    lines = [json.loads(json.dumps(one)) for one in rewrites.records(cells)]
-    assert lines[0]["settings"] == {"bits": 4} and lines[0]["type"] == "cell" and lines[0]["num_positions"] == 8
+    line = json.loads(json.dumps(asdict(fine)))
+    assert line["settings"] == {"bits": 4} and line["num_positions"] == 8
     shown = rewrites.markdown(cells)
     assert "| `per-channel` | bits 4 | all | - |" in shown and "1 of 1" in shown and "0 of 1" in shown
     assert set(asdict(cells[0])) - {"rewrite", "settings"} <= {*memory.Cell.__dataclass_fields__}

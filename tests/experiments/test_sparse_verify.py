@@ -10,8 +10,8 @@ from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import GREEDY, Document
 from experiments.grid.grid_verified import decode_both
-from experiments.sparse_verify import sparse_verify
-from experiments.sparse_verify.sparse_verify import Plan, Sparse, decode_sparse
+from experiments.sparse_verify import run as sparse_verify
+from experiments.sparse_verify.run import Plan, Sparse, decode_sparse
 
 CONFIG = EpsConfig.of(method="box", group_size=4, budget=0.3, num_sink_tokens=2, num_recent_tokens=4)
 VERIFY = SpeculativeConfig("tokens", draft=4)
@@ -51,4 +51,4 @@ def test_a_table_counts_texts_that_are_not_the_dense_ones(model: Path) -> None:
     assert [line.split(" | ")[0] for line in lines[2:]] == [
         "| all tokens", "| 1 of the tokens, beta 0.5", "| 0.05 of the tokens, beta 0.5",
     ]  # fmt: skip
-    assert sparse_verify.records([few])[0]["sparse"]["budget"] == 0.05
+    assert few["sparse"]["budget"] == 0.05

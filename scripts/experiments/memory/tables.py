@@ -7,21 +7,20 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from shared import markdown_table
+
 from eps_core.errors import ConfigError, exit_code
 from eps_core.io.outputs import replacing
 from eps_core.report import kept
-from eps_core.report.cells import Table, titled
+from eps_core.report.cells import titled
 from eps_core.report.figures import front
 from eps_core.report.kinds import Line
 from eps_core.report.load import load_results
 from eps_core.report.style import INK, PALETTE, svg
 
 TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1)
-
-
-def markdown(table: Table) -> str:
-    rows = [table.head, ["---"] * len(table.head), *table.rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def figure(cells: list[Line]) -> str:
@@ -58,7 +57,8 @@ def main() -> None:
         names = ", ".join(map(str, args.results))
         raise ConfigError(f"{names}: no cell of a variant that keeps less: give what run.py wrote")
     for title, cells in found:
-        print(f"{title}\n\n{markdown(kept.winners(cells))}\n\n{markdown(kept.all_variants(cells))}\n")
+        tables = [markdown_table(one.head, one.rows) for one in (kept.winners(cells), kept.all_variants(cells))]
+        print("\n\n".join([title, *tables]), end="\n\n")
     if args.output is not None:
         with replacing(args.output) as out:
             out.write(figure(found[0][1]))

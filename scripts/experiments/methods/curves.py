@@ -9,10 +9,11 @@ exercise the gate.
 import argparse
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from shared import markdown_table
 
 from eps_core.cli.numbers import PART, argument
 from eps_core.config.bytes import scoring_bytes
@@ -20,7 +21,6 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, Outcome, run_document
 from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
-from eps_core.io.records import Count, Name, Nats, Positive
 from eps_core.models.chat import has_template, in_chat, render_messages
 from eps_core.reference.selection import sink_and_recent
 from eps_core.summaries.table import method_spec
@@ -77,19 +77,36 @@ SETS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One (method, context, byte budget): `kl_mean` in nats over `num_positions` positions, `kl_low` and
-    `kl_high` its 95 % interval over documents, needles answered exactly.
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """The measured part of a table's cell: `kl_mean` in nats over `num_positions` positions, `kl_low` and `kl_high` its
+    95 % interval over documents, needles answered exactly.
 
     `bytes_ratio` is what was really read along the text, K, V and summaries, over dense, `needle_bytes_ratio` the same
-    of the needle documents; None in the figures where the budget has no room for the sink and recent tokens, the
-    summaries and one group more.
+    of the needle documents.
     """
 
-    context_tokens: Count
-    method: Name
-    group_size: Count
+    bytes_ratio: float | None
+    needle_bytes_ratio: float | None
+    kl_mean: float | None
+    kl_low: float | None
+    kl_high: float | None
+    kl_max: float | None
+    top1_agreement: float | None
+    num_positions: int
+    needles_answered: int | None
+    num_needles: int
+    needles_dense: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(Numbers):
+    """One (method, context, byte budget); None in the figures where the budget has no room for the sink and recent
+    tokens, the summaries and one group more."""
+
+    context_tokens: int
+    method: str
+    group_size: int
     bits: int | None
     rescore: float | None
     mean_tokens: int | None
@@ -100,17 +117,6 @@ class Cell:
     policy: str
     sink_recent: tuple[int, int]
     byte_budget: float | None
-    bytes_ratio: Positive | None
-    needle_bytes_ratio: Positive | None
-    kl_mean: Nats | None
-    kl_low: Nats | None
-    kl_high: Nats | None
-    kl_max: Nats | None
-    top1_agreement: float | None
-    num_positions: int
-    needles_answered: int | None
-    num_needles: int
-    needles_dense: int
 
 
 def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int, fraction: float) -> int | None:
@@ -211,11 +217,8 @@ def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple
 
 def _text(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
     """A window of held-out text, decoded along its own tokens."""
-    found = run_document(
-        session,
-        text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text),
-        plan.configs(session.spec.head_dim),
-    )
+    document, _ = document_of(session, plan, "text", index)
+    found = run_document(session, document, plan.configs(session.spec.head_dim))
     del found[DENSE]
     tallies = {}
     for key, outcome in found.items():
@@ -251,6 +254,13 @@ def needle(session: Session, plan: Documents, index: int) -> tuple[Document, str
     return Document(tokens, answer_steps(session.encode, answer, VALUE_DIGITS) + 1), answer
 
 
+def document_of(session: Session, plan: Documents, kind: str, index: int) -> tuple[Document, str]:
+    """(document of a table, the answer to its needle, none of text)"""
+    if kind == "needle":
+        return needle(session, plan, index)
+    return text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text), ""
+
+
 def says(session: Session, outcome: Outcome, answer: str) -> bool:
     """Return whether the one document of an outcome is continued with the answer to its needle."""
     return answers(session.decode(outcome.said[0]), answer)
@@ -270,38 +280,48 @@ def _needle(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally],
 
 def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key, Tally], bool]]) -> list[Cell]:
     """The table from every document's (kind, tallies, answered densely)."""
-    totals = {key: Tally() for key in plan.configs(head_dim)}
+    totals, needles_dense = added({key: Tally() for key in plan.configs(head_dim)}, results)
+    return [
+        Cell(
+            context_tokens=plan.context_tokens,
+            dim=variant.cache_config.dim,
+            byte_budget=point,
+            **name_of(variant)._asdict(),
+            **numbers(plan, totals.get((index, point)), needles_dense),
+        )
+        for index, variant in enumerate(plan.variants)
+        for point in plan.byte_budgets
+    ]
+
+
+def added(totals: dict[Any, Any], results: Iterable[tuple[str, dict[Any, Any], bool]]) -> tuple[dict[Any, Any], int]:
+    """(`totals`, empty tallies by key, with those of all documents added; needles that dense attention answers)"""
     needles_dense = 0
     for kind, tallies, dense in results:
         needles_dense += kind == "needle" and dense
         for key, tally in tallies.items():
             totals[key].add(tally)
-    cells = []
-    for arm_index, variant in enumerate(plan.variants):
-        for point in plan.byte_budgets:
-            total = totals.get((arm_index, point))
-            interval = bootstrap_interval(total.documents, plan.seed) if total and total.documents else None
-            low, high = interval or (None, None)
-            cells.append(
-                Cell(
-                    context_tokens=plan.context_tokens,
-                    dim=variant.cache_config.dim,
-                    **name_of(variant)._asdict(),
-                    byte_budget=point,
-                    bytes_ratio=part_of(total.bytes_read, total.bytes_dense) if total else None,
-                    needle_bytes_ratio=part_of(total.needle_bytes_read, total.needle_bytes_dense) if total else None,
-                    kl_mean=float(np.mean(total.divergences)) if total and total.divergences else None,
-                    kl_low=low,
-                    kl_high=high,
-                    kl_max=float(np.max(total.divergences)) if total and total.divergences else None,
-                    top1_agreement=float(np.mean(total.agreements)) if total and total.agreements else None,
-                    num_positions=plan.num_texts * plan.text_steps,
-                    needles_answered=total.answered if total else None,
-                    num_needles=plan.num_needles,
-                    needles_dense=needles_dense,
-                )
-            )
-    return cells
+    return totals, needles_dense
+
+
+def numbers(plan: Documents, total: Tally | None, needles_dense: int) -> dict[str, Any]:
+    """Return the values of `Numbers` of a variant's documents, None: nothing was measured of it."""
+    found = total or Tally()
+    interval = bootstrap_interval(found.documents, plan.seed) if found.documents else None
+    low, high = interval or (None, None)
+    return {
+        "bytes_ratio": part_of(found.bytes_read, found.bytes_dense),
+        "needle_bytes_ratio": part_of(found.needle_bytes_read, found.needle_bytes_dense),
+        "kl_mean": float(np.mean(found.divergences)) if found.divergences else None,
+        "kl_low": low,
+        "kl_high": high,
+        "kl_max": float(np.max(found.divergences)) if found.divergences else None,
+        "top1_agreement": float(np.mean(found.agreements)) if found.agreements else None,
+        "num_positions": plan.num_texts * plan.text_steps,
+        "needles_answered": None if total is None else total.answered,
+        "num_needles": plan.num_needles,
+        "needles_dense": needles_dense,
+    }
 
 
 def part_of(part: int, whole: int) -> float | None:
@@ -366,17 +386,12 @@ def markdown(cells: list[Cell]) -> str:
     """The cells of one context length: KL / needles answered at each byte budget, and the bytes at which the KL is
     0.01."""
     budgets = sorted({cell.byte_budget for cell in cells if cell.byte_budget is not None})
-    rows = [f"| method, S | {' | '.join(f'{b:g}' for b in budgets)} | bytes at KL 0.01 |"]
-    rows.append("|---|" + "---|" * (len(budgets) + 1))
+    rows = []
     for name in dict.fromkeys(map(variant_name, cells)):
         curve = [cell for cell in cells if variant_name(cell) == name]
         value, known = bytes_at_kl((cell.bytes_ratio, cell.kl_mean) for cell in curve)
         at = "-" if value is None else f"{'' if known == 'measured' else known + ' '}{value:.3f}"
         found = {c.byte_budget: c for c in curve if c.kl_mean is not None}
         entries = [f"{found[b].kl_mean:.4f} / {found[b].needles_answered}" if b in found else "-" for b in budgets]
-        rows.append(f"| {label(name)} | {' | '.join(entries)} | {at} |")
-    return "\n".join(rows)
-
-
-def records(cells: list[Cell]) -> list[dict]:
-    return [{"type": "cell", **asdict(cell)} for cell in cells]
+        rows.append([label(name), *entries, at])
+    return markdown_table(["method, S", *(f"{b:g}" for b in budgets), "bytes at KL 0.01"], rows)

@@ -5,7 +5,7 @@
 
 Writes one JSON object a line (the run, then every cell) and prints the tables in Markdown. A run that was stopped goes
 on where the same is asked again: contexts that it had finished lie in OUTPUT.part until all of them are. Experiments
-make their tables with `main(NAME, SUITE)`.
+make their tables with `main(NAME, MODULE)`.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -51,10 +52,12 @@ def _document(
     return kind, *importlib.import_module(suite).tally_document(_session(model, backend, device), plan, kind, index)
 
 
-def main(name: str | None = None, suite: Any = curves, usage: str | None = __doc__) -> None:
-    """Run the command line of a table. `suite` is a module that defines `arguments`, `plan`, `tally_document`,
-    `table_cells`, `records` and `markdown`, as `curves` does. `name` is that of an experiment and of its results; None
-    makes tables of methods, whose name is that of the set of variants. `usage` is what --help begins with."""
+def main(name: str | None = None, module: str = "experiments.methods.curves", usage: str | None = __doc__) -> None:
+    """Run the command line of a table. `module` defines `Plan`, `tally_document`, `table_cells` and `markdown`, as
+    `curves` does, and `arguments` and `plan` where it has flags of its own. `name` is that of an experiment and of its
+    results; None makes tables of methods, whose name is that of the set of variants. `usage` is what --help begins
+    with."""
+    suite = importlib.import_module(module)
     parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--backend", default="cuda")
@@ -68,7 +71,7 @@ def main(name: str | None = None, suite: Any = curves, usage: str | None = __doc
     parser.add_argument("--text", choices=KINDS, default="code", help="kind of text, of haystacks, too (code)")
     parser.add_argument("--chat", action="store_true", help="ask for needles in the model's chat template")
     parser.add_argument("--text-steps", type=argument(TOKENS), default=64)
-    own = suite.arguments(parser)
+    own = suite.arguments(parser) if hasattr(suite, "arguments") else ()
     parser.add_argument("--seed", type=argument(SEED), default=0)
     parser.add_argument("--jobs", type=argument(TOKENS), default=os.cpu_count(), help="processes, one thread each")
     parser.add_argument("-o", "--output", "--out", dest="out", type=Path, help="(results/NAME.jsonl)")
@@ -126,16 +129,9 @@ def _tables(suite: Any, args: argparse.Namespace, head_dim: int, lines: Resumabl
                 continue
             part = 3 if context >= args.long else 1
             needles, texts = -(-args.needles // part), -(-args.texts // part)
-            plan = suite.plan(
-                args,
-                context_tokens=context,
-                num_needles=needles,
-                num_texts=texts,
-                text_steps=args.text_steps,
-                seed=args.seed,
-                text=args.text,
-                chat=args.chat,
-            )
+            same = {"text_steps": args.text_steps, "seed": args.seed, "text": args.text, "chat": args.chat}
+            common = {"context_tokens": context, "num_needles": needles, "num_texts": texts, **same}
+            plan = suite.plan(args, **common) if hasattr(suite, "plan") else suite.Plan(**common)
             started = time.time()
             futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]
             results = []
@@ -144,8 +140,8 @@ def _tables(suite: Any, args: argparse.Namespace, head_dim: int, lines: Resumabl
                     results.append(future.result())
                     progress(len(results), len(futures), f"{duration(time.time() - started)} so far")
             cells = suite.table_cells(plan, head_dim, results)
-            for record in suite.records(cells):
-                lines.write_once(record)
+            for cell in cells:
+                lines.write_once({"type": "cell", **(cell if isinstance(cell, dict) else asdict(cell))})
             needles_dense = sum(kind == "needle" and right for kind, _, right in results)
             lines.write({"type": "context", "context_tokens": context, "num_needles": needles, "dense": needles_dense})
             print(f"\nContext {context}: dense answers {needles_dense} of {needles} needles\n")

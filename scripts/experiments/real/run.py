@@ -91,7 +91,9 @@ def of_weights(session: Session, tokens: list[int], steps: int, names: list[str]
     prefixes, document = [session.prefix(tokens[: len(tokens) - steps])], Document.along(tokens, steps)
     dense, rows = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes)[DENSE], []
     for name in names:
-        decoder = session.decoder.quantised(WEIGHT_BITS[name])
+        bits = WEIGHT_BITS[name]
+        assert bits is not None  # flags take no other
+        decoder = session.decoder.quantised(bits)
         share = decoder.model.weight_bytes / session.decoder.model.weight_bytes * DTYPE_BYTES[session.dtype] / 2
         configs = {name: EpsConfig(), f"{name}, EPS default": EpsConfig.of(method="rq")}
         found = run_batch(session, [document], configs, prefixes, dense, decoder=decoder)
@@ -214,7 +216,8 @@ def claims_table(cells: Cells) -> str:
 def default_table(cells: Cells) -> str:
     """Return how far the default moves the next token, by cell and kind of text; contexts at which every step is dense
     share a row."""
-    kinds, groups = tuple(dict.fromkeys(KINDS)), {}
+    kinds = tuple(dict.fromkeys(KINDS))
+    groups: dict[tuple[str, int | None], list[dict]] = {}
     for (model, context), same in cells.items():
         if own := of_method(same, "EPS default"):
             dense = all(row["bytes"] == 1 for row in own)
