@@ -13,7 +13,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate, tokens_of
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
-from experiments.beams.beams import Searched, room, search
+from experiments.beams.run import Searched, room, search
 
 MODEL = "llama2"
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 3

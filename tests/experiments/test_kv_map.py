@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from command import outcome, program
 
-from experiments.kv_map.kv_map import moved, pairs_of
+from experiments.kv_map.run import moved, pairs_of
 
 MODEL = "llama2"
 RUN = program("kv_map")

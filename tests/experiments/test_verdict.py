@@ -9,7 +9,7 @@ from command import outcome, program
 from test_html_report import cell
 
 from eps_core.config.eps import EpsConfig
-from experiments.verdict.verdict import decide
+from experiments.verdict.run import decide
 
 SHIP, KILL, ITERATE, OPEN = "ship", "kill", "iterate", "not decidable"
 VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {

@@ -8,7 +8,7 @@ import tiny_models
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
-from experiments.weight_versions.versions import decode_across, with_weights
+from experiments.weight_versions.run import decode_across, with_weights
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. "
 BOX = EpsConfig.of(method="box", group_size=4, num_sink_tokens=4, num_recent_tokens=8, budget=0.3)
