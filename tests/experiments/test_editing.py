@@ -13,7 +13,7 @@ from eps_core.config.cache import CacheConfig
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from experiments.editing import edits
-from experiments.editing.measure import FIXES, logits
+from experiments.editing.run import FIXES, logits
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "experiments" / "editing" / "run.py"
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 75)]

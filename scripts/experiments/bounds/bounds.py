@@ -23,7 +23,7 @@ from eps_core.config.selection import HEAD_MODES
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.table import names
 from experiments.bounds.hard_cases import KEY_KINDS, fill, hard_queries, make_keys, mixed_keys, unit_vectors
-from experiments.bounds.truth import Filled, selection_mask, true_loss, true_masses
+from experiments.bounds.truth import Filled, Truth, selection_mask, true_loss, true_masses
 
 # every method with bounds, in each form that stores something else
 BOUNDED_ARMS: tuple[dict[str, Any], ...] = (
@@ -115,15 +115,18 @@ def check_certificate(
 ) -> tuple[Tally, Tally]:
     """(share, error): of every query head, what `selected` left out against what is bounded, where `state` is the
     (out, lse) that the backend read. Gaps are nats of the ratio."""
-    backend = filled.backend
+    backend, truth = filled.backend, _left_out(filled, q, table, lengths, selected)
     error_bound = backend.bound_error(filled.cache, 0, scores, selected, *state)
-    num_groups = table.shape[1] * filled.config.cache_config.groups_per_unit
-    selected_mask = selection_mask(backend.to_numpy(selected.groups), backend.to_numpy(selected.counts), num_groups)
-    truth = true_loss(filled, q, table, lengths, selected_mask)
     return (
         _ratio(truth.share, backend.to_numpy(error_bound.mass), truth.doubt, 1.0),
         _ratio(truth.error, backend.to_numpy(error_bound.error), truth.doubt, math.inf),
     )
+
+
+def _left_out(filled: Filled, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, selected: Selection) -> Truth:
+    groups, counts = (filled.backend.to_numpy(one) for one in (selected.groups, selected.counts))
+    mask = selection_mask(groups, counts, table.shape[1] * filled.config.cache_config.groups_per_unit)
+    return true_loss(filled, q, table, lengths, mask)
 
 
 def _ratio(true: np.ndarray, certified: np.ndarray, doubt: np.ndarray, trivial: float) -> Tally:
@@ -156,21 +159,18 @@ def check_sparse(
         (share, error), check_certificate(filled, q, table, lengths, scores, whole, state), strict=True
     ):
         tally.add(more)
-    groups, counts = backend.to_numpy(whole.groups), backend.to_numpy(whole.counts)
-    selected_mask = selection_mask(groups, counts, table.shape[1] * config.cache_config.groups_per_unit)
-    truth = true_loss(filled, q, table, lengths, selected_mask)
-    strict = _ratio(truth.share, np.full(counts.shape, config.selection_config.epsilon), truth.doubt, 1.0)
+    truth = _left_out(filled, q, table, lengths, whole)
+    epsilon = np.full(truth.share.shape[:2], config.selection_config.epsilon)
+    strict = _ratio(truth.share, epsilon, truth.doubt, 1.0)
     _, read = sparse_attention(backend, cache, 0, native, plan)
     (stats,), _ = collect(backend, cache, [read])
-    layer = _ratio(truth.share, np.full(counts.shape, config.selection_config.epsilon), truth.doubt, 1.0)
-    if read.selection is not None:
-        selected_mask = selection_mask(
-            backend.to_numpy(read.selection.groups), backend.to_numpy(read.selection.counts), selected_mask.shape[2]
-        )
+    if read.selection is None:
+        layer = strict
+    else:
         assert stats.skipped_mass_bound is not None
-        unread = true_loss(filled, q, table, lengths, selected_mask)
+        unread = _left_out(filled, q, table, lengths, read.selection)
         layer = _ratio(unread.share, stats.skipped_mass_bound, unread.doubt, 1.0)
-        layer.add(_ratio(unread.share, np.full(counts.shape, config.selection_config.epsilon), unread.doubt, 1.0))
+        layer.add(_ratio(unread.share, epsilon, unread.doubt, 1.0))
     return {"share": share, "error": error, "strict": strict, "layer": layer}
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
+from shared import markdown_table
 
 from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.config.eps import EpsConfig
@@ -136,13 +137,13 @@ def main() -> int:
 
     print("checks / violations / tightest gap in nats of each; roundings: the tightest bound in float32 roundings of a")
     print("logit; strict: true share unread <= epsilon; layer: both of a whole gated layer\n")
-    print("| method | cache | backend | bounds | roundings | bounded share | bounded error | strict | layer |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    rows = []
     for key, tallies in sorted(cells.items(), key=lambda item: item[0]):
         entries = [f"{t.checks:,} / {t.violations} / {nats(t.gap)}" for t in tallies.values()]
         roundings = tallies["bounds"].gap_in_roundings
-        entries.insert(1, "-" if math.isinf(roundings) else f"{roundings:.0f}")
-        print(f"| {' | '.join((*key, *entries))} |")
+        rows.append([*key, entries[0], "-" if math.isinf(roundings) else f"{roundings:.0f}", *entries[1:]])
+    head = ("bounds", "roundings", "bounded share", "bounded error", "strict", "layer")
+    print(markdown_table(("method", "cache", "backend", *head), rows))
     totals = {kind: Tally() for kind in KINDS}
     for kinds in sums.values():
         for kind, tally in kinds.items():

@@ -43,32 +43,28 @@ def header(
 
 def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: dict[str, Any]) -> Line:
     """One finished cell: what was asked, what it resolved to (None where impossible), what was measured."""
+    same = ("batch", "method", "policy", "scope", "heads", "strict")
+    resolved: dict[str, Any] = dict.fromkeys(("bits", "alpha", "sink_recent", "cascade", "epsilon"))
+    if config is None:
+        given = ("dim", "group_size", "top_pages", "mean_tokens", "rescore", "correction_tokens", "bound_bits")
+        resolved |= {name: getattr(setting, name) for name in given}
+    else:
+        kept, selection = config.cache_config, config.selection_config
+        resolved |= {
+            "dim": kept.dim, "bits": kept.code_bits, "group_size": kept.S, "mean_tokens": kept.mean_tokens or None,
+            "correction_tokens": kept.correction_tokens, "bound_bits": kept.bound_bits, "rescore": selection.rescore,
+            "alpha": selection.alpha if selection.policy == "threshold" else None, "top_pages": selection.top_pages,
+            "sink_recent": [selection.num_sink_tokens, selection.num_recent_tokens],
+            "cascade": list(selection.cascade) or None, "epsilon": selection.epsilon if selection.strict else None,
+        }  # fmt: skip
     return {
         "type": "cell",
         "index": index,
         "setting": asdict(setting),
         "config": config.to_dict() if config else None,  # all of it, defaults too: `check_settings` asks for it
         "context_tokens": setting.context,
-        "batch": setting.batch,
-        "method": setting.method,
-        "policy": setting.policy,
-        "dim": config.cache_config.dim if config else setting.dim,
-        "bits": config.cache_config.code_bits if config else None,
-        "group_size": config.cache_config.S if config else setting.group_size,
-        "alpha": config.selection_config.alpha if config and config.selection_config.policy == "threshold" else None,
-        "top_pages": config.selection_config.top_pages if config else setting.top_pages,
-        "sink_recent": [config.selection_config.num_sink_tokens, config.selection_config.num_recent_tokens]
-        if config
-        else None,
-        "mean_tokens": (config.cache_config.mean_tokens or None) if config else setting.mean_tokens,
-        "cascade": (list(config.selection_config.cascade) or None) if config else None,
-        "rescore": config.selection_config.rescore if config else setting.rescore,
-        "correction_tokens": config.cache_config.correction_tokens if config else setting.correction_tokens,
-        "bound_bits": config.cache_config.bound_bits if config else setting.bound_bits,
-        "epsilon": config.selection_config.epsilon if config and config.selection_config.strict else None,
-        "scope": setting.scope,
-        "heads": setting.heads,
-        "strict": setting.strict,
+        **{name: getattr(setting, name) for name in same},
+        **resolved,
         "verified": None,  # how, of a cell of verified decoding
         "skipped": None,
         **numbers,

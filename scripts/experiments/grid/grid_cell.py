@@ -32,6 +32,11 @@ from experiments.grid.grid_settings import Setting
 from experiments.grid.grid_verified import Measured, decode_both, needle_numbers
 
 MAX_MASS_PAIRS = 200  # (bounded, true) pairs that one cell keeps for the report's scatter
+# of the summary of all steps, as it is
+_SUMMED = (
+    "bytes_ratio", "kv_ratio", "summary_ratio", "selected_ratio", "selected_ratio_by_layer_and_head",
+    "skipped_mass_mean", "extensions", "fallbacks",
+)  # fmt: skip
 Key = tuple[str, int, int]  # of a document: its kind, context and index
 
 
@@ -116,25 +121,26 @@ class Bench:
             measured.add(*self._both("text", context, indices, config, verify, sampling), len(indices))
         answered: list[tuple[bool, bool]] = []
         for indices in _batches(plan.needles, batch):
-            outcomes = self._both("needle", context, indices, config, verify, Sampling())
-            for row, index in enumerate(indices):
-                _, answer = self._document("needle", context, index)
-                before, now = (self._says(one.said[row], answer) for one in outcomes)
-                answered.append((before, now))
+            both = self._both("needle", context, indices, config, verify, Sampling())
+            answered += self._answered(context, indices, *both)
         return {**measured.numbers(), **needle_numbers(answered)}
 
     def _both(
-        self,
-        kind: str,
-        context: int,
-        indices: tuple[int, ...],
-        config: EpsConfig,
-        verify: SpeculativeConfig,
+        self, kind: str, context: int, indices: tuple[int, ...], config: EpsConfig, verify: SpeculativeConfig,
         sampling: Sampling,
-    ) -> tuple[Outcome, Outcome]:
-        documents = [self._document(kind, context, index)[0] for index in indices]
-        prefixes = [self._prefix(kind, context, index) for index in indices]
-        return decode_both(self.session, documents, prefixes, config, verify, sampling)
+    ) -> tuple[Outcome, Outcome]:  # fmt: skip
+        return decode_both(self.session, *self._batch(kind, context, indices), config, verify, sampling)
+
+    def _answered(
+        self, context: int, indices: tuple[int, ...], before: Outcome, now: Outcome
+    ) -> list[tuple[bool, bool]]:
+        """Return of each needle whether the outcomes answer it."""
+        found = []
+        for row, index in enumerate(indices):
+            _, answer = self._document("needle", context, index)
+            said = [answers(self.session.decode(one.said[row]), answer) for one in (before, now)]
+            found.append((said[0], said[1]))
+        return found
 
     def _turn_to(self, setting: Setting) -> None:
         """Lets go of what cells of another context or batch shared."""
@@ -166,40 +172,28 @@ class Bench:
             before = self._decode_dense("needle", setting.context, indices)
             (now,), layers = self._decode("needle", setting.context, indices, config)
             sparse.add(now, layers)
-            for row, index in enumerate(indices):
-                _, answer = self._document("needle", setting.context, index)
-                answered.append((self._says(before.said[row], answer), self._says(now.said[row], answer)))
+            answered += self._answered(setting.context, indices, before, now)
         summary = summarise(sparse.records)
         pages_total = summary["pages_total"]
         return {
-            "bytes_ratio": summary["bytes_ratio"],
-            "kv_ratio": summary["kv_ratio"],
-            "summary_ratio": summary["summary_ratio"],
-            "selected_ratio": summary["selected_ratio"],
+            **{name: summary[name] for name in _SUMMED},
             "always_selected_ratio": summary["pages_always_selected"] / pages_total if pages_total else None,
-            "selected_ratio_by_layer_and_head": summary["selected_ratio_by_layer_and_head"],
             "kl_mean": float(np.mean(divergences)) if divergences else None,
             "kl_max": max(divergences, default=None),
             "top1_agreement": float(np.mean(agreements)) if agreements else None,
             "num_positions": len(divergences),
-            "num_needles": len(answered),
-            "needles_answered": sum(now for _, now in answered),
-            "needles_dense": sum(before for before, _ in answered),
-            "needles_lost": sum(before and not now for before, now in answered),
-            "needles_gained": sum(now and not before for before, now in answered),
+            **needle_numbers(answered),
             **sparse.times(),
             **{f"dense_{name}": value for name, value in dense.times().items()},
             "timed_steps": len(sparse.timings),
-            "skipped_mass_mean": summary["skipped_mass_mean"],
             **masses(sparse.layers),
-            "extensions": summary["extensions"],
-            "fallbacks": summary["fallbacks"],
         }
 
     # -- documents
 
-    def _says(self, tokens: list[int], answer: str) -> bool:
-        return answers(self.session.decode(tokens), answer)
+    def _batch(self, kind: str, context: int, indices: tuple[int, ...]) -> tuple[list[Document], list[Prefix]]:
+        documents = [self._document(kind, context, index)[0] for index in indices]
+        return documents, [self._prefix(kind, context, index) for index in indices]
 
     def _document(self, kind: str, context: int, index: int) -> tuple[Document, str]:
         """(document, the answer to its question)"""
@@ -251,8 +245,7 @@ class Bench:
     ) -> tuple[list[Outcome], list[list[LayerStats]]]:
         """Return decodes of a batch, along the text's tokens or greedily for an answer, and the layers' statistics of
         all their steps in order."""
-        documents = [self._document(kind, context, index)[0] for index in indices]
-        prefixes = [self._prefix(kind, context, index) for index in indices]
+        documents, prefixes = self._batch(kind, context, indices)
         every = self.plan.audit_every if kind == "text" else 0
         variants = dict.fromkeys(range(repeat), config)
         decoder = Watched(self.session.backend, self.session.decoder.model)

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 import torch.nn.functional as F
+from shared import markdown_table
 
 from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.errors import exit_code
@@ -69,22 +70,18 @@ def measured(model: Model, text: bytes, documents: int, seed: int) -> dict[str, 
     return found
 
 
-def table(header: list[str], rows: list[list[Any]]) -> str:
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows))
-
-
 def card(record: dict[str, Any]) -> str:
     bits, depths, documents = (
         record[name] for name in ("held_out_bits_per_byte", "needle_accuracy_by_depth", "needle_documents")
     )
-    stages = table(
+    stages = markdown_table(
         ["context of stage (tokens)", "steps", "last loss (nats, answers counted twice)", "answers right in training"],
         [
             [stage["context"], stage["steps"], f"{stage['loss']:.3f}", f"{stage['answer_accuracy']:.3f}"]
             for stage in record["stages"]
         ],
     )
-    needles = table(
+    needles = markdown_table(
         ["context (tokens)", "share answered", "documents", "by depth, from the start", "bits a byte"],
         [
             [length, f"{share:.3f}", documents[length], " ".join(f"{part:.2f}" for part in depths[length]),
