@@ -25,10 +25,20 @@ class Outcome(NamedTuple):
     err: str
 
 
-def program(experiment: str) -> Callable[[], object]:
-    """Return what runs the command of an experiment."""
-    path = Path(__file__).parents[1] / "scripts" / "experiments" / experiment / "run.py"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def program(name: str) -> Callable[[], object]:
+    """Return what runs a script of scripts/, or the command of an experiment."""
+    path = SCRIPTS / (name if name.endswith(".py") else f"experiments/{name}/run.py")
     return lambda: runpy.run_path(str(path), run_name="__main__")
+
+
+def prints_its_usage_or_refuses(name: str, folder: Path) -> None:
+    """Assert that a script answers --help and does nothing else, and refuses a flag that it does not know."""
+    usage, unknown = (outcome([flag], folder, main=program(name)) for flag in ("--help", "--bogus"))
+    assert not usage.code and "usage: " in usage.out.lower() and unknown.code == 2
+    assert not list(folder.iterdir())
 
 
 def outcome(line: list[str], folder: Path, stdin: str = "", main: Callable[[], object] = main) -> Outcome:

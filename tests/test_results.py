@@ -20,8 +20,8 @@ RESULTS = ROOT / "results"
 
 def blocks() -> list[tuple[Path, str, str]]:
     """Return (page, command, table) of every table in results/."""
-    pattern = re.compile(r"<!-- (\S+\.py .*?) -->\n(.*?)<!-- end -->", re.S)
-    return [(page, *found) for page in sorted(RESULTS.glob("*.md")) for found in pattern.findall(page.read_text())]
+    pages = sorted(RESULTS.glob("*.md"))
+    return [(page, *found) for page in pages for found in tables.BLOCK.findall(page.read_text())]
 
 
 @pytest.mark.parametrize(("page", "command", "table"), [pytest.param(*one, id=one[1]) for one in blocks()])

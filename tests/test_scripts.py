@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from command import SCRIPTS, outcome, prints_its_usage_or_refuses, program, refused
 
 from eps_core.errors import exit_code
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
 SHELL = sorted(path.name for path in SCRIPTS.glob("*.sh") if os.access(path, os.X_OK))
 PYTHON = sorted(path.name for path in SCRIPTS.glob("*.py") if "__main__" in path.read_text())
 PASSED_ON = {"demo.sh", "test.sh", "test_vllm.sh"}  # their flags are those of another program
@@ -26,98 +25,74 @@ def copy(tmp_path: Path) -> Path:
     return shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def everything(folder: Path) -> list[Path]:
-    return sorted(folder.parent.rglob("*"))
+def ran(copy: Path, name: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Run a shell script, which must leave every file as it is."""
+    before = sorted(copy.parent.rglob("*"))
+    done = subprocess.run([copy / name, *arguments], capture_output=True, text=True, timeout=60)
+    assert sorted(copy.parent.rglob("*")) == before
+    return done
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("name", SHELL)
 def test_a_shell_script_prints_its_usage_and_does_nothing(name: str, flag: str, copy: Path) -> None:
-    before = everything(copy)
-    done = subprocess.run([copy / name, flag], capture_output=True, text=True, timeout=60)
+    done = ran(copy, name, flag)
     assert done.returncode == 0 and done.stderr == ""
     assert f"scripts/{name}" in done.stdout and "Usage: " in done.stdout and "set -" not in done.stdout
-    assert everything(copy) == before
 
 
 @pytest.mark.parametrize("arguments", [["--bogus"], ["a", "b"]], ids=" ".join)
 @pytest.mark.parametrize("name", [name for name in SHELL if name not in PASSED_ON])
 def test_a_shell_script_refuses_what_it_does_not_know(name: str, arguments: list[str], copy: Path) -> None:
-    before = everything(copy)
-    done = subprocess.run([copy / name, *arguments], capture_output=True, text=True, timeout=60)
+    done = ran(copy, name, *arguments)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
-    assert everything(copy) == before
-
-
-def ran(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> object:
-    """The exit code of a Python script, run here."""
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
-    return end.value.code
 
 
 @pytest.mark.parametrize("name", PYTHON)
-def test_a_python_script_prints_its_usage_or_refuses(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert not ran(name, "--help", monkeypatch=monkeypatch)
-    assert "usage: " in capsys.readouterr().out.lower()
-    assert ran(name, "--bogus", monkeypatch=monkeypatch) == 2
-    assert not list(tmp_path.iterdir())
+def test_a_python_script_prints_its_usage_or_refuses(name: str, tmp_path: Path) -> None:
+    prints_its_usage_or_refuses(name, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name, arguments, taken",
+    "name, arguments, words",
     [
-        ("experiments/methods/certificates.py", ["{}/c.safetensors", "-o", "{}/c.safetensors"], "c.safetensors"),
-        ("experiments/methods/certificates.py", ["{}/c.safetensors", "-o", "{}/link.safetensors"], "c.safetensors"),
-        ("experiments/methods/run.py", ["--model", "{}", "-o", "{}/config.json"], "config.json"),
-        ("experiments/training/run.py", ["-o", "{}", "--checkpoint", "{}/c.safetensors"], "c.safetensors"),
-        ("experiments/whole_step/run.py", ["-o", "{}/c.safetensors"], "c.safetensors"),
+        ("experiments/methods/certificates.py", "c.safetensors -o c.safetensors", "c.safetensors, which it would"),
+        ("experiments/methods/certificates.py", "c.safetensors -o link.safetensors", "c.safetensors, which it would"),
+        ("methods", "--model . -o config.json", "config.json"),
+        ("training", "-o . --checkpoint c.safetensors", "c.safetensors"),
+        ("whole_step", "-o c.safetensors", "c.safetensors"),
+        ("step_profile", "--backend abacus", "backend 'abacus' is unknown"),
     ],
 )
-def test_a_script_never_replaces_what_it_reads(
-    name: str,
-    arguments: list[str],
-    taken: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+def test_a_script_names_what_the_user_can_mend_in_one_line(
+    name: str, arguments: str, words: str, tmp_path: Path
 ) -> None:
+    """A script never replaces what it reads, too."""
     for file in ("c.safetensors", "config.json"):
         (tmp_path / file).write_text("of the user")
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "c.safetensors")
-    assert ran(name, *(argument.format(tmp_path) for argument in arguments), monkeypatch=monkeypatch) == 2
-    error = capsys.readouterr().err
-    assert taken in error and "give another path" in error and "Traceback" not in error
-    assert (tmp_path / taken).read_text() == "of the user"
+    refused(arguments.split(), tmp_path, words, main=program(name))
+    assert {(tmp_path / file).read_text() for file in ("c.safetensors", "config.json")} == {"of the user"}
 
 
 @pytest.mark.parametrize(
     "name, arguments",
     [
-        ("experiments/methods/run.py", ["--texts", "-1"]),
-        ("experiments/methods/run.py", ["--jobs", "0"]),
-        ("experiments/methods/run.py", ["--contexts", "2048", "0"]),
-        ("experiments/methods/run.py", ["--budgets", "nan"]),
-        ("experiments/training/model_card.py", ["{}/model", "--needle-documents", "0"]),
+        ("methods", "--texts -1"),
+        ("methods", "--jobs 0"),
+        ("methods", "--contexts 2048 0"),
+        ("methods", "--budgets nan"),
+        ("experiments/training/model_card.py", "model --needle-documents 0"),
     ],
 )
-def test_a_script_refuses_numbers_that_mean_nothing(
-    name: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    assert ran(name, *(argument.format(tmp_path) for argument in arguments), monkeypatch=monkeypatch) == 2
-    error = capsys.readouterr().err
-    assert f"'{arguments[-1]}' is not a" in error and "Traceback" not in error
+def test_a_script_refuses_numbers_that_mean_nothing(name: str, arguments: str, tmp_path: Path) -> None:
+    done = outcome(arguments.split(), tmp_path, main=program(name))
+    assert done.code == 2 and f"'{arguments.split()[-1]}' is not a" in done.err and "Traceback" not in done.err
     assert not list(tmp_path.iterdir())
 
 
 def test_a_table_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts that were finished are not measured again, and the file is what one run would have left."""
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
     evaluate = importlib.import_module("experiments.methods.run")
     measured: list[int] = []
     stop_at = 4096
@@ -162,12 +137,3 @@ def test_a_table_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
     first, second = ((tmp_path / name).read_text().splitlines()[1:] for name in ("a.jsonl", "b.jsonl"))
     assert first == second and [json.loads(line)["type"] for line in first].count("context") == 2
-
-
-@pytest.mark.parametrize("name, arguments", [("experiments/step_profile/run.py", ["--backend", "abacus"])])
-def test_a_script_names_what_the_user_can_mend_in_one_line(
-    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    assert ran(name, *arguments, monkeypatch=monkeypatch) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: backend 'abacus' is unknown") and error.count("\n") == 1

@@ -1,13 +1,11 @@
 """Edited texts: tokens, K and V are those of rows moved and rotated, and the command measures every kind of edit."""
 
-import json
-import runpy
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_models
+from command import lines_of, outcome, program
 
 from eps_core.config.cache import CacheConfig
 from eps_core.decode.session import Session
@@ -15,7 +13,6 @@ from eps_core.errors import ConfigError
 from experiments.editing import edits
 from experiments.editing.run import FIXES, logits
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "experiments" / "editing" / "run.py"
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 75)]
 OTHER = [int(token) for token in np.random.default_rng(6).integers(0, 256, 21)]
 # what is done, and the tokens of the result
@@ -74,13 +71,12 @@ def test_spans_outside_of_a_text_are_refused(session: Session) -> None:
             call()
 
 
-def test_the_command_writes_a_line_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = ["run.py", "--context", "1200", "--edits", "1", "--steps", "2", "-o", str(tmp_path / "e.jsonl")]
-    monkeypatch.setattr(sys, "argv", line)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert not end.value.code
-    first, *lines = map(json.loads, (tmp_path / "e.jsonl").read_text().splitlines())
+def test_the_command_writes_a_line_an_edit(tmp_path: Path) -> None:
+    done = outcome(
+        ["--context", "1200", "--edits", "1", "--steps", "2", "-o", "e.jsonl"], tmp_path, main=program("editing")
+    )
+    assert not done.code, done.err
+    first, *lines = lines_of(tmp_path / "e.jsonl")
     assert first["kind"] == "edit" and first["plan"]["context_tokens"] == 1200
     assert [one["type"] for one in lines] == ["edit"] * 3 + ["answer"] * len(FIXES)
     said = {one["fix"]: one["answer"] for one in lines[3:]}
