@@ -1,15 +1,13 @@
 """The race of decode steps (an experiment): what a round is, its table by hand, and a race of a tiny model."""
 
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from command import program, refused
 
 from eps_core.decode.session import Session
 from experiments.race import run as race
-
-SCRIPT = race.__file__
 
 
 def test_each_round_begins_with_another_runner() -> None:
@@ -65,9 +63,6 @@ def test_runners_of_a_tiny_model_step(saved: Callable) -> None:
 @pytest.mark.parametrize(("words", "said"), [
     (("--context", "10"), "--model is missing"), (("--model", "FOLDER", "--context", "99999"), "beyond the model's"),
 ])  # fmt: skip
-def test_what_cannot_run_is_told_in_a_line(words: tuple, said: str, saved: Callable, tmp_path) -> None:
+def test_what_cannot_run_is_told_in_a_line(words: tuple, said: str, saved: Callable, tmp_path: Path) -> None:
     line = [str(saved("llama2")) if word == "FOLDER" else word for word in words]
-    out = tmp_path / "race.jsonl"
-    done = subprocess.run([sys.executable, SCRIPT, *line, "-o", str(out)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert not out.exists()
+    refused([*line, "-o", "race.jsonl"], tmp_path, said, main=program("race"))

@@ -151,13 +151,18 @@ def test_the_figure_says_the_bytes_of_the_default() -> None:
     ids=("README.md", "quickstart.md", "engines.md"),
 )
 def test_its_python_runs_as_written(page: Path, number: int, says: str) -> None:
-    block = blocks(page, "python")[number]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert says in done.stdout
+    said = said_by(blocks(page, "python")[number], ROOT)
+    assert says in said
     if page == README:  # the needle's value
-        assert done.stdout.split()[0] == "31415."
+        assert said.split()[0] == "31415."
+
+
+def said_by(code: str, folder: Path) -> str:
+    """Return what Python code prints that is run in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # what takes minutes or installs: these print their usage (test_scripts.py), and no other command is excused
@@ -214,8 +219,4 @@ def test_its_python_runs_with_a_model_of_your_own(folder: Path) -> None:
     """As its comment says."""
     (block,) = blocks(README, "python")
     (own,) = re.findall(r'LLM\("DIR".*?\)', block)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = re.sub(r"= LLM\(.*?\)", f"= {own}", block, count=1)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("bytes read") == 1
+    assert said_by(re.sub(r"= LLM\(.*?\)", f"= {own}", block, count=1), folder).count("bytes read") == 1

@@ -6,30 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from command import lines_of
+from command import last, lines_of, outcome, program
 
 from eps_core.errors import ConfigError
 from experiments.grid.grid_settings import Setting, config_of, expand, load_grid
-from experiments.grid.run import main as grid_command
 
 # torch and MLX need seconds to import: the oracle's own loop is enough to test a file
 SMALL = ["--backend", "numpy", "--device", "cpu", "--needles", 1, "--texts", 1, "--text-steps", 4, "--audit-every", 2]
 AXES = {"context": [288, 320], "method": ["rq", "ball", "jl"], "budget": [0.5, 0.9], "group_size": 16}
 
 
-def arguments(model: Path, out: Path, axes: Any, *more: object) -> list[str]:
-    grid = out.with_suffix(".grid.json")
-    grid.write_text(json.dumps(axes))
-    return [str(a) for a in ["--model", model, "--grid", grid, "-o", out, *SMALL, *more]]
-
-
 def run(model: Path, out: Path, axes: Any, *more: object) -> dict[str, Any]:
     """The last stdout line's object of a grid that must succeed."""
-    done = CliRunner().invoke(
-        grid_command, arguments(model, out, axes, *more), standalone_mode=False, catch_exceptions=False
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    grid = out.with_suffix(".grid.json")
+    grid.write_text(json.dumps(axes))
+    line = ["--model", model, "--grid", grid, "-o", out, *SMALL, *more]
+    return last(outcome([str(one) for one in line], out.parent, main=program("grid")))
 
 
 def cells_of(path: Path) -> list[dict[str, Any]]:

@@ -236,8 +236,9 @@ def main(**flags: Any) -> None:
         if flags["output"] is not None:
             output = stack.enter_context(outputs.Output(flags["output"], "map of bits"))
         # array operations, which alone read every format: variants differ in nothing else
-        opened = [flags[name] for name in ("model", "backend", "device", "dtype")]
-        session = Session.open(*opened, flags["kv_dtype"] or "auto", "arrays")
+        session = Session.open(
+            flags["model"], flags["backend"], flags["device"], flags["dtype"], flags["kv_dtype"] or "auto", "arrays"
+        )
         text = num_sink_tokens(session, flags["text"], flags["context"], flags["steps"])
         context = len(text.tokens) - flags["steps"]
         session.load()

@@ -9,8 +9,8 @@ exercise the gate.
 import argparse
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from shared import markdown_table
@@ -100,22 +100,28 @@ class Numbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell(Numbers):
-    """One (method, context, byte budget); None in the figures where the budget has no room for the sink and recent
-    tokens, the summaries and one group more."""
+class Arm:
+    """The fields that make cells points of one curve."""
 
-    context_tokens: int
     method: str
     group_size: int
+    sink_recent: tuple[int, int]
+    policy: str
+    correction_tokens: int
     bits: int | None
     rescore: float | None
     mean_tokens: int | None
     mean_bits: int | None
     cascade: tuple[float, ...] | None
-    correction_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(Arm, Numbers):
+    """One (method, context, byte budget); None in the figures where the budget has no room for the sink and recent
+    tokens, the summaries and one group more."""
+
+    context_tokens: int
     dim: int | None
-    policy: str
-    sink_recent: tuple[int, int]
     byte_budget: float | None
 
 
@@ -286,7 +292,7 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
             context_tokens=plan.context_tokens,
             dim=variant.cache_config.dim,
             byte_budget=point,
-            **name_of(variant)._asdict(),
+            **arm_of(variant),
             **numbers(plan, totals.get((index, point)), needles_dense),
         )
         for index, variant in enumerate(plan.variants)
@@ -328,43 +334,24 @@ def part_of(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-class ArmName(NamedTuple):
-    """The fields that make cells points of one curve."""
-
-    method: str
-    group_size: int
-    sink_recent: tuple[int, int]
-    policy: str = "topk"
-    correction_tokens: int = 0
-    bits: int | None = None
-    rescore: float | None = None
-    mean_tokens: int | None = None
-    mean_bits: int | None = None
-    cascade: tuple[float, ...] | None = None
-
-
-def variant_name(cell: Cell) -> ArmName:
-    return ArmName(**{name: getattr(cell, name) for name in ArmName._fields})
-
-
-def name_of(variant: EpsConfig) -> ArmName:
-    """The name of a variant's cells."""
+def arm_of(variant: EpsConfig) -> dict[str, Any]:
+    """Return the values of `Arm`."""
     cache_config, selection_config = variant.cache_config, variant.selection_config
-    return ArmName(
-        method=cache_config.method,
-        group_size=cache_config.S,
-        sink_recent=(selection_config.num_sink_tokens, selection_config.num_recent_tokens),
-        policy=selection_config.policy,
-        correction_tokens=cache_config.correction_tokens,
-        bits=cache_config.code_bits,
-        rescore=selection_config.rescore if cache_config.method_spec.coded else None,
-        mean_tokens=cache_config.mean_tokens or None,
-        mean_bits=cache_config.mean_bits if cache_config.mean_tokens else None,
-        cascade=selection_config.cascade or None,
-    )
+    return {
+        "method": cache_config.method,
+        "group_size": cache_config.S,
+        "sink_recent": (selection_config.num_sink_tokens, selection_config.num_recent_tokens),
+        "policy": selection_config.policy,
+        "correction_tokens": cache_config.correction_tokens,
+        "bits": cache_config.code_bits,
+        "rescore": selection_config.rescore if cache_config.method_spec.coded else None,
+        "mean_tokens": cache_config.mean_tokens or None,
+        "mean_bits": cache_config.mean_bits if cache_config.mean_tokens else None,
+        "cascade": selection_config.cascade or None,
+    }
 
 
-def label(name: ArmName) -> str:
+def label(name: Arm) -> str:
     """A variant in words, for a table."""
     words = [f"`{name.method}`", str(name.group_size)]
     if name.bits:
@@ -387,8 +374,11 @@ def markdown(cells: list[Cell]) -> str:
     0.01."""
     budgets = sorted({cell.byte_budget for cell in cells if cell.byte_budget is not None})
     rows = []
-    for name in dict.fromkeys(map(variant_name, cells)):
-        curve = [cell for cell in cells if variant_name(cell) == name]
+    curves: dict[Arm, list[Cell]] = {}
+    for cell in cells:
+        arm = Arm(**{one.name: getattr(cell, one.name) for one in fields(Arm)})
+        curves.setdefault(arm, []).append(cell)
+    for name, curve in curves.items():
         value, known = bytes_at_kl((cell.bytes_ratio, cell.kl_mean) for cell in curve)
         at = "-" if value is None else f"{'' if known == 'measured' else known + ' '}{value:.3f}"
         found = {c.byte_budget: c for c in curve if c.kl_mean is not None}

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 import torch.nn.functional as F
+from random_models import LLAMA_1B
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -40,29 +41,10 @@ from experiments.training.rows import BOS, batch_of
 
 EOS, VOCAB = 257, 258
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 16384,
-    "rope_theta": 100000.0,
-    "rope_scaling": None,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "torch_dtype": "bfloat16",
-}
-
-
+    **LLAMA_1B, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 16384, "rope_theta": 100000.0,
+    "bos_token_id": BOS, "eos_token_id": EOS,
+}  # fmt: skip
 # (context, most steps, tokens a step, stop early once this share of answer digits is right over the last 20 steps)
 STAGES = (
     (256, 2400, 16384, 0.985),
@@ -169,10 +151,6 @@ def needle_answers(model: Model, text: bytes, length: int, count: int, seed: int
         got = predicted(model, tokens)[-len(doc.answer) :].argmax(-1)
         right.append(bool((got == tokens[-len(doc.answer) :]).all()))
     return right
-
-
-def needle_accuracy(model: Model, text: bytes, length: int, count: int, seed: int) -> float:
-    return float(np.mean(needle_answers(model, text, length, count, seed)))
 
 
 def write(path: Path, data: bytes) -> None:
@@ -313,10 +291,8 @@ def main() -> None:
         done.update(stage=stage + 1, step=0)
         save()
         export(model, args.out)
-        print(
-            f"stage {length} done; held-out needles {needle_accuracy(model, held_text, length, 40, 10**6):.3f}",
-            flush=True,
-        )
+        right = np.mean(needle_answers(model, held_text, length, 40, 10**6))
+        print(f"stage {length} done; held-out needles {right:.3f}", flush=True)
 
     record = {
         "seed": args.seed, "torch": torch.__version__,
