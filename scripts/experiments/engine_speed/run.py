@@ -22,6 +22,7 @@ import numpy as np
 from random_models import MODELS
 from shared import appended
 
+from eps_core.cli.numbers import TOKENS, ListOf
 from eps_core.cpu.host import host_name
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import exit_code
@@ -126,9 +127,9 @@ TIMERS = {"mlx-lm": time_mlx_lm, "transformers": time_transformers, "vllm": time
 
 
 @click.command()
-@click.option("--engine", "engines", default="mlx-lm,transformers", show_default=True, help="Separated by commas.")
-@click.option("--models", default="demo,llama-1b", show_default=True, help=f"Of {', '.join(MODELS)}; commas.")
-@click.option("--context", default="4096,8192,32768", show_default=True, help="Tokens in the cache; commas.")
+@click.option("--engine", type=ListOf(click.Choice(ENGINES)), default="mlx-lm,transformers", show_default=True)
+@click.option("--models", type=ListOf(click.Choice(tuple(MODELS))), default="demo,llama-1b", show_default=True)
+@click.option("--context", "contexts", type=ListOf(TOKENS), default="4096,8192,32768", show_default=True)
 @click.option("--new-tokens", type=click.IntRange(min=WARM_UP + 2), default=16, show_default=True)
 @click.option("--method", default="rq", show_default=True)
 @click.option("--budget", type=float, help="[default: the method's]")
@@ -137,26 +138,20 @@ TIMERS = {"mlx-lm": time_mlx_lm, "transformers": time_transformers, "vllm": time
     show_default=True,
 )  # fmt: skip
 def main(
-    engines: str, models: str, context: str, new_tokens: int, method: str, budget: float | None, out: Path
-) -> None:
+    engine: tuple[str, ...], models: tuple[str, ...], contexts: tuple[int, ...], new_tokens: int, method: str,
+    budget: float | None, out: Path,
+) -> None:  # fmt: skip
     """Times decode steps, dense and sparse in turn, and appends medians to a JSONL."""
-    for what, given, known in (("engine", engines, ENGINES), ("model", models, tuple(MODELS))):
-        unknown = sorted(set(given.split(",")) - set(known))
-        if unknown:
-            raise click.UsageError(f"{what} {', '.join(unknown)} is unknown: choose among {', '.join(known)}")
-    if not all(
-        one.isdecimal() and int(one) >= FILL_TOKENS and int(one) % FILL_TOKENS == 0 for one in context.split(",")
-    ):
-        raise click.UsageError(f"--context {context!r}: give multiples of {FILL_TOKENS} tokens, separated by commas")
-    contexts = [int(one) for one in context.split(",")]
+    if any(one % FILL_TOKENS for one in contexts):
+        raise click.UsageError(f"--context {contexts}: give multiples of {FILL_TOKENS} tokens, separated by commas")
     settings = {"method": method} | ({} if budget is None else {"budget": budget})
     with appended(out) as writer, tempfile.TemporaryDirectory() as scratch:
-        for name in models.split(","):
+        for name in models:
             folder = Path(scratch) / name
             folder.mkdir()
             model = MODELS[name](folder, max(contexts) + new_tokens + 1)
-            for engine in engines.split(","):
-                for line in _lines(engine, name, model, contexts, new_tokens, settings):
+            for one in engine:
+                for line in _lines(one, name, model, list(contexts), new_tokens, settings):
                     writer.write(line)
 
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shared import appended
 
+from eps_core.cli.numbers import COUNT, TOKENS, ListOf
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu.host import flush_bytes
@@ -30,16 +31,9 @@ from eps_core.metrics.provenance import run_line
 CHUNK_TOKENS = 4096
 
 
-def numbers(context: Any, parameter: Any, value: str) -> list[int]:
-    try:
-        return [int(one) for one in value.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not numbers separated by commas") from None
-
-
 @click.command()
-@click.option("--context", default="8192,32768", callback=numbers, show_default=True, help="Tokens; commas.")
-@click.option("--gamma", default="0,4,8,16", callback=numbers, show_default=True, help="Drafts a pass; commas.")
+@click.option("--context", type=ListOf(TOKENS), default="8192,32768", show_default=True, help="Tokens; commas.")
+@click.option("--gamma", type=ListOf(COUNT), default="0,4,8,16", show_default=True, help="Drafts a pass; commas.")
 @click.option("--backend", default="cuda", show_default=True)
 @click.option("--device", default="auto", show_default=True)
 @click.option("--kernels", default="auto", show_default=True)
@@ -53,11 +47,11 @@ def numbers(context: Any, parameter: Any, value: str) -> list[int]:
     show_default=True,
 )  # fmt: skip
 def main(
-    context: list[int], gamma: list[int], backend: str, device: str, kernels: str, q_heads: int, kv_heads: int,
-    head_dim: int, dtype: str, rounds: int, out: Path,
+    context: tuple[int, ...], gamma: tuple[int, ...], backend: str, device: str, kernels: str, q_heads: int,
+    kv_heads: int, head_dim: int, dtype: str, rounds: int, out: Path,
 ) -> None:  # fmt: skip
-    if min(gamma) < 0 or min(context) <= max(gamma):
-        raise click.UsageError("a pass has at least one row, and no more rows than the context has tokens")
+    if min(context) <= max(gamma):
+        raise click.UsageError("a pass has no more rows than the context has tokens")
     if q_heads % kv_heads:
         raise click.UsageError(f"--q-heads {q_heads} is not a multiple of --kv-heads {kv_heads}")
     eps, platform = load_backend(backend), load_platform(backend)

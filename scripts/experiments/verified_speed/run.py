@@ -25,6 +25,7 @@ import numpy as np
 from random_models import MODELS
 from shared import appended
 
+from eps_core.cli.numbers import TOKENS, ListOf
 from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
@@ -130,8 +131,8 @@ def measure(session: Session, context: int, rounds: int, quantised: bool) -> dic
 
 
 @click.command()
-@click.option("--models", default="demo,llama-1b", show_default=True, help=f"Of {', '.join(MODELS)}; commas.")
-@click.option("--context", default="8192,32768", show_default=True, help="Tokens in the cache; commas.")
+@click.option("--models", type=ListOf(click.Choice(tuple(MODELS))), default="demo,llama-1b", show_default=True)
+@click.option("--context", "contexts", type=ListOf(TOKENS), default="8192,32768", show_default=True)
 @click.option("--backend", default="cuda", show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of weights and cache.")
 @click.option("--rounds", type=click.IntRange(min=3), default=9, show_default=True)
@@ -140,15 +141,13 @@ def measure(session: Session, context: int, rounds: int, quantised: bool) -> dic
     "-o", "--output", "out", type=click.Path(path_type=Path), default=Path("results/verified_speed.jsonl"),
     show_default=True,
 )  # fmt: skip
-def main(models: str, context: str, backend: str, dtype: str, rounds: int, quantised: bool, out: Path) -> None:
+def main(
+    models: tuple[str, ...], contexts: tuple[int, ...], backend: str, dtype: str, rounds: int, quantised: bool,
+    out: Path,
+) -> None:  # fmt: skip
     """Appends a line a model and context to a JSONL."""
-    names = [name.strip() for name in models.split(",")]
-    unknown = sorted(set(names) - set(MODELS))
-    if unknown:
-        raise click.UsageError(f"model {', '.join(unknown)} is unknown: choose among {', '.join(MODELS)}")
-    contexts = [int(one) for one in context.split(",")]
     with appended(out, {"the demo model": DEMO_MODEL}) as writer, tempfile.TemporaryDirectory() as scratch:
-        for name in names:
+        for name in models:
             folder = Path(scratch) / name
             folder.mkdir()
             path = MODELS[name](folder, max(contexts) + max(DRAFTS) + 2)
