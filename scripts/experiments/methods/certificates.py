@@ -62,26 +62,25 @@ STRICT = tuple(
 REFINED_FRACTIONS = tuple(i / 20 for i in range(21))
 
 
+def stored_ratio(config: EpsConfig, head_dim: int) -> float:
+    """Return the bytes of summaries over those of K and V in 16 bits."""
+    return summary_group_bytes(config.cache_config, head_dim) / (4 * head_dim * config.cache_config.S)
+
+
 def uppers(capture: Capture, backend: Backend, config: EpsConfig, layer: int, step: int) -> np.ndarray:
     """Upper bounds of log mass [Hkv, R, T] of every key, from codes of single keys."""
     q, k, v = capture.layer(layer)
     length = int(capture.lengths[step])
     filled = fill(backend, "cpu", config, capture.info.kv_dtype, k[:length], v[:length])
     table = np.arange(-(-length // config.cache_config.unit_tokens), dtype=np.int32)[None]
-    scores = backend.score(
-        filled.cache,
-        0,
-        backend.from_numpy(q[step][None], "float32", "cpu"),
-        StepPlan.of(config, table, np.array([length])),
-    )
+    query = backend.from_numpy(q[step][None], "float32", "cpu")
+    scores = backend.score(filled.cache, 0, query, StepPlan.of(config, table, np.array([length])))
     return backend.to_numpy(scores.upper)[0][..., :length].astype(np.float64)
 
 
 def refinement(capture: Capture, backend: Backend) -> list[dict]:
     """Return, of every bounded share, the least bytes over the fraction of keys with finer codes, and that fraction."""
-    coarse, fine = KEYS_4, KEYS_8
-    head_dim = capture.info.head_dim
-    coarse_bytes = summary_group_bytes(coarse.cache_config, head_dim) / (4 * head_dim)
+    head_dim, coarse = capture.info.head_dim, stored_ratio(KEYS_4, capture.info.head_dim)
     found: dict[float, list[np.ndarray]] = {level: [] for level in CERTIFIED_LEVELS}
     value_aware: dict[float, list[float]] = {level: [] for level in CERTIFIED_LEVELS}
     step = len(capture.lengths) - 1
@@ -90,7 +89,7 @@ def refinement(capture: Capture, backend: Backend) -> list[dict]:
         length = int(capture.lengths[step])
         keys, values = (x[:length].swapaxes(0, 1).astype(np.float64) for x in (k, v))
         truth = truth_of(q[step], keys, values, capture.info.scale, 1)
-        low, high = (uppers(capture, backend, one, layer, step) for one in (coarse, fine))
+        low, high = (uppers(capture, backend, one, layer, step) for one in (KEYS_4, KEYS_8))
         ratio = np.stack([_refined_bytes(low, high, truth.log_masses, f, head_dim) for f in REFINED_FRACTIONS])
         for j, level in enumerate(CERTIFIED_LEVELS):
             found[level].append(ratio[:, :, j].mean(axis=1))
@@ -101,7 +100,7 @@ def refinement(capture: Capture, backend: Backend) -> list[dict]:
         best = int(mean.argmin())
         rows.append(
             {"type": "refinement", "bounded_share": level, "bytes_ratio": float(mean[best]),
-             "refined_fraction": REFINED_FRACTIONS[best], "bytes_8_bit_only": float(mean[-1]) - coarse_bytes,
+             "refined_fraction": REFINED_FRACTIONS[best], "bytes_8_bit_only": float(mean[-1]) - coarse,
              "error_bound_per_key_over_global": float(np.mean(value_aware[level]))}
         )  # fmt: skip
     return rows
@@ -113,10 +112,7 @@ def _refined_bytes(low: np.ndarray, high: np.ndarray, masses: np.ndarray, fracti
     order = np.argsort(-low.max(axis=1), axis=1, kind="stable")[:, :count]
     upper = low.copy()
     np.put_along_axis(upper, order[:, None], np.take_along_axis(np.minimum(low, high), order[:, None], 2), 2)
-    coarse, fine = KEYS_4, KEYS_8
-    codes = (
-        summary_group_bytes(coarse.cache_config, head_dim) + fraction * summary_group_bytes(fine.cache_config, head_dim)
-    ) / (4 * head_dim)
+    codes = stored_ratio(KEYS_4, head_dim) + fraction * stored_ratio(KEYS_8, head_dim)
     return 1 - bounded_skip(upper, masses, CERTIFIED_LEVELS) + codes
 
 
@@ -126,9 +122,8 @@ def _value_aware(upper: np.ndarray, masses: np.ndarray, norms: np.ndarray, level
     skip = bounded_skip(upper, masses, (level,))[:, 0]
     ratios = []
     for head, fraction in enumerate(skip):
-        left = np.argsort(-upper[head].max(axis=0), kind="stable")[
-            len(norms[head]) - round(fraction * len(norms[head])) :
-        ]
+        first = len(norms[head]) - round(fraction * len(norms[head]))
+        left = np.argsort(-upper[head].max(axis=0), kind="stable")[first:]
         if len(left):
             bound = np.exp(upper[head][:, left] - upper[head][:, left].max())
             ratios.append(
@@ -155,22 +150,15 @@ def main() -> None:
     for i, config in enumerate(configs):
         row = combine([result[i].summary() for result in results])
         if not config.selection_config.strict:
-            summary = summary_group_bytes(config.cache_config, head_dim) / (4 * head_dim * config.cache_config.S)
-            row["bytes_at"] = [1 - row[f"certified_skip_{e:g}"] + summary for e in CERTIFIED_LEVELS]
+            row["bytes_at"] = [
+                1 - row[f"certified_skip_{e:g}"] + stored_ratio(config, head_dim) for e in CERTIFIED_LEVELS
+            ]
             row["oracle_bytes_at"] = [1 - row[f"oracle_skip_{e:g}"] for e in CERTIFIED_LEVELS]
         kind = "strict" if config.selection_config.strict else "summary"
-        rows.append(
-            {
-                "type": kind,
-                "bound_bits": config.cache_config.bound_bits,
-                "epsilon": config.selection_config.epsilon,
-                **row,
-            }
-        )
-        print(
-            json.dumps({k: rows[-1][k] for k in ("type", "method", "group_size", "dim", "bits", "bytes_ratio")}),
-            flush=True,
-        )
+        bounded = {"bound_bits": config.cache_config.bound_bits, "epsilon": config.selection_config.epsilon}
+        rows.append({"type": kind, **bounded, **row})
+        shown = ("type", "method", "group_size", "dim", "bits", "bytes_ratio")
+        print(json.dumps({name: rows[-1][name] for name in shown}), flush=True)
     rows += refinement(captures[0], backend)
     if any(math.isnan(value) for row in rows for value in row.values() if isinstance(value, float)):
         raise SystemExit("a figure is not a number: nothing was written")
