@@ -16,6 +16,7 @@ from eps_core.errors import exit_code
 
 SHELL = sorted(path.name for path in SCRIPTS.glob("*.sh") if os.access(path, os.X_OK))
 PYTHON = sorted(path.name for path in SCRIPTS.glob("*.py") if "__main__" in path.read_text())
+TAKEN = ", which it would destroy: give another path"
 PASSED_ON = {"demo.sh", "test.sh", "test_vllm.sh"}  # their flags are those of another program
 
 
@@ -56,11 +57,15 @@ def test_a_python_script_prints_its_usage_or_refuses(name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     "name, arguments, words",
     [
-        ("experiments/methods/certificates.py", "c.safetensors -o c.safetensors", "c.safetensors, which it would"),
-        ("experiments/methods/certificates.py", "c.safetensors -o link.safetensors", "c.safetensors, which it would"),
-        ("methods", "--model . -o config.json", "config.json"),
-        ("training", "-o . --checkpoint c.safetensors", "c.safetensors"),
-        ("whole_step", "-o c.safetensors", "c.safetensors"),
+        ("experiments/methods/certificates.py", "c.safetensors -o c.safetensors", f"is capture c.safetensors{TAKEN}"),
+        (
+            "experiments/methods/certificates.py",
+            "c.safetensors -o link.safetensors",
+            f"is capture c.safetensors{TAKEN}",
+        ),
+        ("methods", "--model . -o config.json", f"is config.json of --model .{TAKEN}"),
+        ("training", "-o . --checkpoint c.safetensors", f"is c.safetensors of -o .{TAKEN}"),
+        ("whole_step", "-o c.safetensors", "c.safetensors is there and is no JSONL: give another path"),
         ("step_profile", "--backend abacus", "backend 'abacus' is unknown"),
     ],
 )
