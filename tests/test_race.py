@@ -1,13 +1,13 @@
-"""The race of decode steps (an experiment): what a round is, its table by hand, and a race of a tiny model."""
+"""The race of decode steps: what a round is, its table by hand, and a race of a tiny model."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import race
 from command import program, refused
 
 from eps_core.decode.session import Session
-from experiments.race import run as race
 
 
 def test_each_round_begins_with_another_runner() -> None:
@@ -65,4 +65,4 @@ def test_runners_of_a_tiny_model_step(saved: Callable) -> None:
 ])  # fmt: skip
 def test_what_cannot_run_is_told_in_a_line(words: tuple, said: str, saved: Callable, tmp_path: Path) -> None:
     line = [str(saved("llama2")) if word == "FOLDER" else word for word in words]
-    refused([*line, "-o", "race.jsonl"], tmp_path, said, main=program("race"))
+    refused([*line, "-o", "race.jsonl"], tmp_path, said, main=program("race.py"))

@@ -22,7 +22,7 @@ PROFILE = {
 }
 
 
-RUN = program("speedscope_top.py")
+RUN = program("experiments/step_profile/top.py")
 
 
 def test_own_and_whole_shares(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ Time to first token is that of the whole prompt, once; beyond --prefill-up-to, t
 instead, and llama.cpp still reads the prompt. With --batch 8 every sequence holds the same prompt, and with --ragged
 the last is whole and the others are shorter, down to a quarter; llama.cpp takes no part in batches.
 
-    python scripts/experiments/race/run.py --model DIR --context 4096,8000 --llama-python PYTHON -o results/race.jsonl
-    python scripts/experiments/race/run.py --table -o results/race.jsonl
+    python scripts/race.py --model DIR --context 4096,8000 --llama-python PYTHON -o results/race.jsonl
+    python scripts/race.py --table -o results/race.jsonl
 
 PYTHON is an interpreter with `pip install llama-cpp-python gguf numpy`; its check against transformers' logits comes
 before any timing.
@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import click
 import numpy as np
@@ -60,7 +58,7 @@ class Llama:
     """A child that runs llama.cpp."""
 
     def __init__(self, python: str | None, stack: ExitStack) -> None:
-        line, pipe = [str(python), "-c", "import llama; llama.main()"], subprocess.PIPE
+        line, pipe = [str(python), "-c", "import race_llama; race_llama.main()"], subprocess.PIPE
         folder = Path(__file__).parent
         self.child = stack.enter_context(subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, cwd=folder))
         stack.callback(self.child.kill)

@@ -1,4 +1,4 @@
-"""llama.cpp in a race (run.py): the child, in an interpreter with llama-cpp-python, gguf and numpy.
+"""llama.cpp in a race (race.py): the child, in an interpreter with llama-cpp-python, gguf and numpy.
 
 Reads a JSON object a line from stdin, and answers each with one on stdout: `open` makes a GGUF file of a Hugging Face
 folder's bfloat16 weights, in bfloat16 or Q8_0 (8 bits a weight in blocks of 32), and loads it; `check` gives the logits
