@@ -19,6 +19,12 @@ from eps_core.metrics import terminal
 from eps_core.report.bench_plot import PLOTS, draw
 from eps_core.report.style import need
 
+# flags that a request calls the same
+_SAME = (
+    "q_heads", "kv_heads", "head_dim", "block_size", "kernels", "backend", "device", "seconds", "warm_seconds", "seed",
+    "output",
+)  # fmt: skip
+
 
 @command(
     "bench",
@@ -30,21 +36,14 @@ from eps_core.report.style import need
 )
 @backend_option
 @device_option
-@option(
-    "--context",
-    heading=INPUT,
-    type=ListOf(TOKENS),
-    default="4096,32768",
-    show_default=True,
-    help="Context lengths in tokens.",
-)
+@option("--context", heading=INPUT, type=ListOf(TOKENS), default="4096,32768", help="Context lengths in tokens.")
 @option(
     "--scaling",
     heading=INPUT,
     is_flag=True,
     help=f"Measure contexts {', '.join(map(str, SCALING_CONTEXTS))} of one dtype.",
 )
-@option("--batch", heading=INPUT, type=ListOf(TOKENS), default="1", show_default=True, help="Sequences in a batch.")
+@option("--batch", heading=INPUT, type=ListOf(TOKENS), default="1", help="Sequences in a batch.")
 @option(
     "--fraction", heading=SELECTION, type=ListOf(PART),
     help=f"Share of the groups that is selected.  [default: {','.join(map(str, DEFAULT_FRACTIONS))}]",
@@ -54,21 +53,21 @@ from eps_core.report.style import need
     help="Share of the dense bytes, summaries included, that the selected groups may take; replaces --fraction.",
 )  # fmt: skip
 @option(
-    "--dtype", heading=INPUT, type=ListOf(click.Choice(("auto", *DTYPE_BYTES))), default="auto", show_default=True,
+    "--dtype", heading=INPUT, type=ListOf(click.Choice(("auto", *DTYPE_BYTES))), default="auto",
     help="Dtype of cache and queries; auto: float32 on a CPU, else bfloat16.",
 )  # fmt: skip
-@option("--q-heads", heading=INPUT, type=TOKENS, default=32, show_default=True)
-@option("--kv-heads", heading=INPUT, type=TOKENS, default=8, show_default=True)
-@option("--head-dim", heading=INPUT, type=TOKENS, default=128, show_default=True)
+@option("--q-heads", heading=INPUT, type=TOKENS, default=32)
+@option("--kv-heads", heading=INPUT, type=TOKENS, default=8)
+@option("--head-dim", heading=INPUT, type=TOKENS, default=128)
 @option(
     "--method", also=["--methods", "--eps-method"], heading=METHOD, type=ListOf(SizedMethod(METHODS)), default="rq,box",
-    show_default=True, help="Summary methods; @N sets the group size: rq@2,box@128.",
+    help="Summary methods; @N sets the group size: rq@2,box@128.",
 )  # fmt: skip
 @option(
     "--group-size", also=["--eps-group-size", "--group-tokens", "--eps-group-tokens"], heading=METHOD,
     type=ListOf(TOKENS), help="Group size in tokens of methods without @N.  [default: each method's best]",
 )  # fmt: skip
-@option("--block-size", heading=METHOD, type=TOKENS, default=16, show_default=True, help="Tokens of a block.")
+@option("--block-size", heading=METHOD, type=TOKENS, default=16, help="Tokens of a block.")
 @kernels_option
 @option("--repeats", heading=MEASURING, type=TOKENS, help=f"Measurements of every cell.  [default: {DEFAULT_REPEATS}]")
 @option(
@@ -76,12 +75,10 @@ from eps_core.report.style import need
     help="Seconds of measurement of every cell, without warm-up.",
 )  # fmt: skip
 @option(
-    "--warm-seconds", heading=MEASURING, type=Real(0, MOST_SECONDS), default=1.0, show_default=True,
+    "--warm-seconds", heading=MEASURING, type=Real(0, MOST_SECONDS), default=1.0,
     help="Seconds of warm-up before every cell.",
 )  # fmt: skip
-@option(
-    "--seed", heading=INPUT, type=SEED, default=0, show_default=True, help="Random seed of keys, values and queries."
-)
+@option("--seed", heading=INPUT, type=SEED, default=0, help="Random seed of keys, values and queries.")
 @option("-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="JSONL output file with every sample.")
 @option(
     "--plot", heading=OUTPUT, type=OUTPUT_FILE, metavar="DIR", help="Output folder of roofline.svg and scaling.svg."
@@ -121,13 +118,8 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         dtypes=flags["dtype"],
         methods=flags["method"],
         group_size=flags["group_size"] or (None,),
-        **{name: flags[name] for name in ("q_heads", "kv_heads", "head_dim", "block_size", "kernels", "backend")},
-        device=flags["device"],
         repeats=flags["repeats"] or DEFAULT_REPEATS,
-        seconds=flags["seconds"],
-        warm_seconds=flags["warm_seconds"],
-        seed=flags["seed"],
-        output=flags["output"],
+        **{name: flags[name] for name in _SAME},
     )
     plots = {}
     if flags["plot"] is not None:
@@ -170,9 +162,7 @@ def bench_text(lines: list[dict[str, Any]]) -> str:
     )
     if run["interpreted"]:
         head += "INTERPRETED: these kernels ran in an interpreter, their times mean nothing\n"
-    notes = {
-        f"{name.strip()}: {reason}" for cell in cells for name, reason in cell["failed_variants"].items()
-    }  # fmt: skip
+    notes = {f"{name.strip()}: {reason}" for cell in cells for name, reason in cell["failed_variants"].items()}
     for cell in cells:
         plain = [part for part, code in cell["check"]["computed_by"].items() if code != cell["kernels"]]
         if plain:

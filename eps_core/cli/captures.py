@@ -10,13 +10,13 @@ from eps_core.cli.help import FILE, INPUT, MEASURING, METHOD, OUTPUT, OUTPUT_FIL
 from eps_core.cli.numbers import COUNT, SHARE, TOKENS, ListOf, Real, SizedMethod
 from eps_core.cli.options import (
     DEMO_METHOD,
-    code_settings,
     config_of,
     flag,
     given_flags,
     method_option,
     selection_options,
     summary_options,
+    summary_settings,
 )
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.cache import EVALUATION_METHODS, METHODS, sized_method
@@ -36,7 +36,7 @@ context_option = option(
     "--context", heading=INPUT, type=TOKENS,
     help=f"Prompt length in tokens.  [default: {DEFAULT_CONTEXT}, or as many as model and text hold]",
 )  # fmt: skip
-_STEPS: dict[str, Any] = {"heading": INPUT, "type": TOKENS, "default": 32, "show_default": True}
+_STEPS: dict[str, Any] = {"heading": INPUT, "type": TOKENS, "default": 32}
 _DEFAULT_BUDGETS = "0.05,0.1,0.2,0.3"
 _METHODS = (*METHODS[1:], *EVALUATION_METHODS)  # that replay takes
 # flags that only codes have, as they are when not given
@@ -85,7 +85,11 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
 
     _check_paths(flags)
     # a capture is dense unless a method is named, with the demo model too
-    config = config_of(flags | {"eps_method": flags["eps_method"] or _off(ctx, flags)}, given_flags(ctx, flags))
+    given = given_flags(ctx, flags)
+    stray = sorted(name for name in given if name.startswith("eps_"))
+    if flags["eps_method"] is None and stray:
+        raise click.UsageError(f"{flag(stray[0])} means nothing to a dense capture: add --method")
+    config = config_of(flags | {"eps_method": flags["eps_method"] or "off"}, given)
     result = capture(CaptureRequest(config=config, layers=flags["layers"], **_source(flags)))
     click.echo(
         f"{result['capture']}: {len(result['layers'])} of {result['num_layers']} layers of {result['model']}, "
@@ -107,13 +111,6 @@ def _check_paths(flags: dict[str, Any]) -> None:
     outputs.check({"-o": flags["output"]}, read | {"--eps-head-policy": flags.get("eps_head_policy")})
 
 
-def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
-    stray = sorted(name for name in given_flags(ctx, flags) if name.startswith("eps_"))
-    if stray:
-        raise click.UsageError(f"{flag(stray[0])} means nothing to a dense capture: add --method")
-    return "off"
-
-
 @command(
     "replay",
     examples={
@@ -125,7 +122,7 @@ def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
 @click.argument("captures", nargs=-1, required=True, type=FILE, metavar="CAPTURE...")
 @option(
     "--method", "methods", also=["--methods", "--eps-method"], heading=METHOD, type=ListOf(SizedMethod(_METHODS)),
-    default=DEMO_METHOD, show_default=True,
+    default=DEMO_METHOD,
     help="Summary methods; @N sets the group size: rq@2,box@16,oracle. Each takes the --eps flags that apply to it.",
 )  # fmt: skip
 @option(
@@ -133,7 +130,7 @@ def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
     help=f"Budgets of policy topk.  [default: {_DEFAULT_BUDGETS}]",
 )  # fmt: skip
 @option(
-    "--match-error", heading=MEASURING, type=Real(0, above=True), default=0.05, show_default=True,
+    "--match-error", heading=MEASURING, type=Real(0, above=True), default=0.05,
     help="Output error at which the methods' bytes are compared.",
 )  # fmt: skip
 @option(
@@ -204,12 +201,11 @@ def _replay(ctx: click.Context, flags: dict[str, Any], output: outputs.Output | 
     results = [replay_many(capture, configs, backend, flags["device"], flags["layers"]) for capture in captures]
     rows = [combine([result[i].summary() for result in results]) for i in range(len(configs))]
     names = [_name(config) for config in configs]
-    for name in dict.fromkeys(names):
-        points = [(r["bytes_ratio"], r["output_error"]) for r, other in zip(rows, names, strict=True) if other == name]
-        matched = bytes_at_error(points, flags["match_error"])
-        for row, other in zip(rows, names, strict=True):
-            if other == name:
-                row["bytes_at_matched_error"] = matched
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name, row in zip(names, rows, strict=True):
+        points.setdefault(name, []).append((row["bytes_ratio"], row["output_error"]))
+    for name, row in zip(names, rows, strict=True):
+        row["bytes_at_matched_error"] = bytes_at_error(points[name], flags["match_error"])
     if output is not None:
         with outputs.JsonlWriter(output) as writer:
             for capture, found in zip(captures, results, strict=True):
@@ -217,26 +213,13 @@ def _replay(ctx: click.Context, flags: dict[str, Any], output: outputs.Output | 
                 writer.write(run | {"replay_backend": backend_name(backend), "replay_versions": backend.versions()})
                 for config, result in zip(configs, found, strict=True):
                     writer.write({"type": "replay", "config": config.to_dict(), **result.summary()})
+                    method, budget = config.cache_config.method, config.selection_config.budget
                     for head in result.head_rows():
-                        writer.write(
-                            {
-                                "type": "head",
-                                "method": config.cache_config.method,
-                                "budget": config.selection_config.budget,
-                                **head,
-                            }
-                        )
+                        writer.write({"type": "head", "method": method, "budget": budget, **head})
     click.echo(_table(names, rows))
-    click.echo(
-        outputs.to_json(
-            {
-                "captures": [str(path) for path in flags["captures"]],
-                "backend": backend_name(backend),
-                "match_error": flags["match_error"],
-                "rows": rows,
-            }
-        )
-    )
+    captured = [str(path) for path in flags["captures"]]
+    found = {"captures": captured, "backend": backend_name(backend), "match_error": flags["match_error"]}
+    click.echo(outputs.to_json({**found, "rows": rows}))
 
 
 def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
@@ -273,17 +256,14 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
 
 
 def _name(config: EpsConfig) -> str:
-    name = f"{config.cache_config.method}@{config.cache_config.S}"
-    if config.cache_config.method_spec.coded:
-        name += f" 1 bit of {config.cache_config.mean_tokens}" + (
-            " in 8 bits" if config.cache_config.mean_bits == 8 else ""
-        )
-        name += (
-            f" stages {','.join(map(str, config.selection_config.cascade))}" if config.selection_config.cascade else ""
-        )
-        name += f" refine {config.selection_config.rescore:g}" if config.selection_config.rescore else ""
-        name += " bounds" if config.cache_config.rq_bounds else ""
-    return name + (f" dim {config.cache_config.dim}" if config.cache_config.dim is not None else "")
+    cache, read = config.cache_config, config.selection_config
+    name = f"{cache.method}@{cache.S}"
+    if cache.method_spec.coded:
+        name += f" 1 bit of {cache.mean_tokens}" + (" in 8 bits" if cache.mean_bits == 8 else "")
+        name += f" stages {','.join(map(str, read.cascade))}" if read.cascade else ""
+        name += f" refine {read.rescore:g}" if read.rescore else ""
+        name += " bounds" if cache.rq_bounds else ""
+    return name + (f" dim {cache.dim}" if cache.dim is not None else "")
 
 
 def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
@@ -326,28 +306,20 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
 @option("--steps", **_STEPS, help="Number of tokens to average over.")
 @option(
     "--method", "eps_method", also=["--eps-method"], heading=METHOD, type=click.Choice(METHODS[1:]),
-    default=DEMO_METHOD, show_default=True,
+    default=DEMO_METHOD,
     help="Method whose break-even context is measured, at its default budget.",
 )  # fmt: skip
 @summary_options
+@option("--sink-tokens", heading=MEASURING, type=COUNT, default=16, help="Sink tokens of a streaming head.")
 @option(
-    "--sink-tokens", heading=MEASURING, type=COUNT, default=16, show_default=True,
-    help="Sink tokens of a streaming head.",
-)  # fmt: skip
-@option(
-    "--recent-tokens",
-    heading=MEASURING,
-    type=COUNT,
-    default=128,
-    show_default=True,
-    help="Recent window of a streaming head, in tokens.",
+    "--recent-tokens", heading=MEASURING, type=COUNT, default=128, help="Recent window of a streaming head, in tokens."
 )
 @option(
-    "--streaming-share", heading=MEASURING, type=SHARE, default=0.05, show_default=True,
+    "--streaming-share", heading=MEASURING, type=SHARE, default=0.05,
     help="Largest share of its attention mass that a streaming head has outside sink and recent tokens.",
 )  # fmt: skip
 @option(
-    "--dense-fraction", heading=MEASURING, type=SHARE, default=0.5, show_default=True,
+    "--dense-fraction", heading=MEASURING, type=SHARE, default=0.5,
     help="Share of the groups above which a layer that needs them for 99 % of its mass stays dense.",
 )  # fmt: skip
 @backend_option
@@ -373,21 +345,9 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     from eps_core.evaluation.calibrate import CalibrateRequest, calibrate
 
     _check_paths(flags)
-    method = flags["eps_method"]
-    config = EpsConfig.of(
-        method=method,
-        dim=flags["eps_dim"],
-        **code_settings(flags),
-        group_size=flags["eps_group_size"],
-        group_blocks=flags["eps_group_blocks"],
-        block_size=flags["block_size"],
+    request = CalibrateRequest(
+        config=EpsConfig.of(method=flags["eps_method"], **summary_settings(flags)),
+        **{name: flags[name] for name in ("sink_tokens", "recent_tokens", "streaming_share", "dense_fraction")},
+        **_source(flags),
     )
-    result = calibrate(
-        CalibrateRequest(
-            config=config,
-            **{name: flags[name] for name in ("sink_tokens", "recent_tokens", "streaming_share", "dense_fraction")},
-            **_source(flags),
-        ),
-        sys.stdout,
-    )
-    click.echo(outputs.to_json(result))
+    click.echo(outputs.to_json(calibrate(request, sys.stdout)))

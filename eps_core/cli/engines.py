@@ -32,7 +32,7 @@ _OWN_ONLY = (
 )  # fmt: skip
 
 engine_option = option(
-    "--engine", heading=MODEL, type=click.Choice((OWN, *ENGINES)), default=OWN, show_default=True,
+    "--engine", heading=MODEL, type=click.Choice((OWN, *ENGINES)), default=OWN,
     help="Engine that runs the model: EPS's own decoder, or another engine with EPS in it.",
 )  # fmt: skip
 
@@ -72,12 +72,12 @@ def _check_address(host: str, port: int) -> None:
 )
 @option("--engine", heading=MODEL, type=click.Choice(SERVED), required=True, help="Engine to serve with.")
 @model_option
-@option("--host", heading=MODEL, default="127.0.0.1", show_default=True, help="Address to listen at.")
-@option("--port", heading=MODEL, type=Whole(most=65535), default=8000, show_default=True)
+@option("--host", heading=MODEL, default="127.0.0.1", help="Address to listen at.")
+@option("--port", heading=MODEL, type=Whole(most=65535), default=8000)
 @kernels_option
 @option(
     "--audit-every", "eps_audit_every", also=["--eps-audit-every"], heading=CHECKS, type=COUNT, default=0,
-    show_default=True, help="Steps between dense audits, which measure the true unread mass; 0: no audits.",
+    help="Steps between dense audits, which measure the true unread mass; 0: no audits.",
 )  # fmt: skip
 @option(
     "--metrics", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="JSONL output file, one line a decode step."

@@ -36,7 +36,7 @@ _SAME = (
 @device_option
 @model_option
 @option(
-    "--tasks", heading=INPUT, default=DEFAULT_TASKS, show_default=True, metavar="A,B,...",
+    "--tasks", heading=INPUT, default=DEFAULT_TASKS, metavar="A,B,...",
     help=f"Generated tasks; an unknown name lists all. {NO_TASKS}: no tasks.",
 )  # fmt: skip
 @option(
@@ -56,11 +56,11 @@ _SAME = (
 )  # fmt: skip
 @option("--chat", heading=INPUT, is_flag=True, help="Use the model's chat template in tasks whose authors do.")
 @option(
-    "--samples", heading=INPUT, type=TOKENS, default=20, show_default=True,
+    "--samples", heading=INPUT, type=TOKENS, default=20,
     help="Number of samples of each task, context and dataset (the first ones of a file), and of text documents.",
 )  # fmt: skip
 @option(
-    "--text-steps", heading=INPUT, type=COUNT, default=64, show_default=True,
+    "--text-steps", heading=INPUT, type=COUNT, default=64,
     help="Tokens of real text to decode along for KL and top-1 agreement; 0: none.",
 )  # fmt: skip
 @option(
@@ -68,10 +68,10 @@ _SAME = (
     help="UTF-8 text file for haystacks and KL.  [default: the shipped corpus, sources of Python's library]",
 )  # fmt: skip
 @option(
-    "--oracle/--no-oracle", heading=CHECKS, default=True, show_default=True,
+    "--oracle/--no-oracle", heading=CHECKS, default=True,
     help="Also run the oracle: true masses as scores, at the same budget and group size.",
 )  # fmt: skip
-@option("--seed", heading=INPUT, type=SEED, default=0, show_default=True, help="Random seed of tasks and resampling.")
+@option("--seed", heading=INPUT, type=SEED, default=0, help="Random seed of tasks and resampling.")
 @option(
     "-o", "--output", "out", also=["--out"], heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE",
     help="JSONL output file with every sample and result. A stopped run is continued.",
@@ -100,9 +100,10 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
     read = ("model", "text", "longbench", "longbench_prompts", "ruler", "eps_head_policy")
     inputs = {f"--{name.replace('_', '-')}": flags[name] for name in read}
     outputs.check({"-o": flags["out"]}, inputs | {"--model": flags["model"] or DEMO_MODEL})
-    config = config_of(flags, given_flags(ctx, flags), default=DEMO_METHOD)
-    verify = speculative_of(flags, given_flags(ctx, flags), config)
-    if verify.enabled and "text_steps" not in given_flags(ctx, flags):
+    given = given_flags(ctx, flags)
+    config = config_of(flags, given, default=DEMO_METHOD)
+    verify = speculative_of(flags, given, config)
+    if verify.enabled and "text_steps" not in given:
         flags["text_steps"] = 0  # a verified text is the dense one: there is no way to go
     if not config.cache_config.enabled:
         raise click.UsageError("evaluate compares EPS with dense decode and EPS is off: name another --method")

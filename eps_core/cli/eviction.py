@@ -29,7 +29,7 @@ _FIELDS = {
 
 eviction_options = options(
     _option(
-        "--kv-evict", type=click.Choice((OFF, *_USABLE)), default=_DEFAULT.policy, show_default=True,
+        "--kv-evict", type=click.Choice((OFF, *_USABLE)), default=_DEFAULT.policy,
         help="Policy that evicts tokens for good; EPS selects among what is left.",
     ),
     _option(
@@ -37,19 +37,19 @@ eviction_options = options(
         help="Rows that a head keeps: a share of the prompt up to 1, or a number; for rswa, generated tokens.",
     ),
     _option(
-        "--kv-every", type=Whole(), default=_DEFAULT.every, show_default=True,
+        "--kv-every", type=Whole(), default=_DEFAULT.every,
         help="Generated tokens between evictions; 0: only at the end of prefill.",
     ),
     _option(
         "--kv-sink-tokens", also=["--kv-first-tokens"], type=Whole(), default=_DEFAULT.num_sink_tokens,
-        show_default=True, help="Sink tokens that are always kept.",
+        help="Sink tokens that are always kept.",
     ),
     _option(
         "--kv-recent-tokens", also=["--kv-last-tokens"], type=Whole(),
         help="Recent tokens that are always kept.  [default: 32; 64 for pyramidkv; half of what is kept for h2o]",
     ),
     _option(
-        "--kv-compact", type=click.Choice(COMPACTIONS), default=_DEFAULT.compact, show_default=True,
+        "--kv-compact", type=click.Choice(COMPACTIONS), default=_DEFAULT.compact,
         help="Compaction after an eviction: repack rows in order, or fill holes, which moves the fewest rows.",
     ),
 )  # fmt: skip

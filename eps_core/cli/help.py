@@ -71,7 +71,7 @@ class Group(_Help, click.Group):
     command_class = Command
 
 
-option = partial(click.option, cls=Flag)
+option = partial(click.option, cls=Flag, show_default=True)
 command: Callable[..., Any] = partial(click.command, cls=Command)
 
 

@@ -27,9 +27,9 @@ from eps_core.metrics import memory, provenance, terminal
     },
 )
 @option("--model", heading=MODEL, type=FILE, metavar="MODEL", help="Model whose config.json gives the shape.")
-@option("--layers", heading=MODEL, type=TOKENS, default=32, show_default=True)
-@option("--kv-heads", heading=MODEL, type=TOKENS, default=32, show_default=True)
-@option("--head-dim", heading=MODEL, type=TOKENS, default=128, show_default=True)
+@option("--layers", heading=MODEL, type=TOKENS, default=32)
+@option("--kv-heads", heading=MODEL, type=TOKENS, default=32)
+@option("--head-dim", heading=MODEL, type=TOKENS, default=128)
 @option(
     "--context", heading=MODEL, type=TOKENS, help="Context length in tokens.  [default: 65536, or the model's context]"
 )
@@ -79,12 +79,8 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         f"\n{' and '.join(following)} also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each "
         "sequence in mid-group, so that a growing group is never read back."
     )
-    cache_config = EpsConfig.of(
-        method="rq",
-        block_size=flags["block_size"],
-        group_size=flags["eps_group_size"],
-        **code_settings(flags),
-    ).cache_config
+    sizes = {"block_size": flags["block_size"], "group_size": flags["eps_group_size"]}
+    cache_config = EpsConfig.of("rq", **sizes, **code_settings(flags)).cache_config
     kept = memory.kept_rows(layers, kv_heads, head_dim, context, cache_config, flags["kv_bits"])
     click.echo("\nMiB of K and V, and of rq's summaries, by --kv-bits and --kv-keep:\n\n" + memory.kept_table(kept))
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}

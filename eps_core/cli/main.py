@@ -4,10 +4,11 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -30,7 +31,6 @@ from eps_core.cli.options import (
     selection_options,
     summary_options,
 )
-from eps_core.cli.plot import plot_option, plotting
 from eps_core.cli.report import report_command
 from eps_core.cli.source import (
     backend_option,
@@ -50,6 +50,9 @@ from eps_core.load import OWN
 from eps_core.metrics import steps, terminal
 from eps_core.models.config import DEMO_MODEL
 from eps_core.summaries.table import method_spec
+
+if TYPE_CHECKING:
+    from eps_core.evaluation.trace import Trace
 
 DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
@@ -109,33 +112,14 @@ def cli() -> None:
     help=f"Number of new tokens.  [default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is "
     "5 digits and a full stop]",
 )  # fmt: skip
+@option("--temperature", heading=DECODING, type=Real(), default=0.0, help="Sampling temperature; 0: greedy.")
+@option("--top-p", heading=DECODING, type=Real(), default=1.0, help="Nucleus of sampling: share of the probability.")
+@option("--seed", heading=DECODING, type=SEED, default=0, help="Random seed of sampling and of randomized eviction.")
 @option(
-    "--temperature",
-    heading=DECODING,
-    type=Real(),
-    default=0.0,
-    show_default=True,
-    help="Sampling temperature; 0: greedy.",
-)
-@option(
-    "--top-p", heading=DECODING, type=Real(), default=1.0, show_default=True,
-    help="Nucleus of sampling: share of the probability.",
-)  # fmt: skip
-@option(
-    "--seed",
-    heading=DECODING,
-    type=SEED,
-    default=0,
-    show_default=True,
-    help="Random seed of sampling and of randomized eviction.",
-)
-@option(
-    "--sample-by", heading=DECODING, type=click.Choice(DRAW_RULES), default=DRAW_RULES[0], show_default=True,
+    "--sample-by", heading=DECODING, type=click.Choice(DRAW_RULES), default=DRAW_RULES[0],
     help="Sampling: Gumbel noise, or cdf: inverse-CDF sampling (legacy).",
 )  # fmt: skip
-@option(
-    "--prefill-chunk", heading=DECODING, type=TOKENS, default=512, show_default=True, help="Tokens of a prefill chunk."
-)
+@option("--prefill-chunk", heading=DECODING, type=TOKENS, default=512, help="Tokens of a prefill chunk.")
 @option(
     "--cache-dir",
     heading=DECODING,
@@ -144,18 +128,16 @@ def cli() -> None:
     help="Folder of stored prompts (K, V and summaries): a prompt that begins with one skips its prefill.",
 )
 @option("--pool-tokens", heading=DECODING, type=TOKENS, help="Cache size in tokens.  [default: what the run needs]")
-@option(
-    "--stop/--no-stop", heading=DECODING, default=True, show_default=True, help="End at the model's end-of-text tokens."
-)
+@option("--stop/--no-stop", heading=DECODING, default=True, help="End at the model's end-of-text tokens.")
 @option("--no-baseline", heading=CHECKS, is_flag=True, help="Skip the dense run.")
 @option("--kl", heading=CHECKS, is_flag=True, help="Also measure KL and top-1 agreement along the dense run's tokens.")
 @option(
     "--audit-every", "eps_audit_every", also=["--eps-audit-every"], heading=CHECKS, type=COUNT, default=0,
-    show_default=True, help="Steps between dense audits: true unread mass, KL, alarms; 0: no audits.",
+    help="Steps between dense audits: true unread mass, KL, alarms; 0: no audits.",
 )  # fmt: skip
 @option(
     "--audit-factor", "eps_audit_factor", also=["--eps-audit-factor"], heading=CHECKS, type=Real(1),
-    default=steps.AUDIT_FACTOR, show_default=True,
+    default=steps.AUDIT_FACTOR,
     help="Ratio of true to estimated unread share above which an audit raises an alarm.",
 )  # fmt: skip
 @option(
@@ -170,7 +152,10 @@ def cli() -> None:
     help="JSONL output file, one line a decode step or round.",
 )
 @option("--csv", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="CSV output file with the same steps.")
-@plot_option
+@option(
+    "--plot", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE",
+    help="HTML output file: tokens that were read, KL along the text (implies --kl), bytes and times by layer.",
+)  # fmt: skip
 @kernels_option
 @method_option(f"off; {DEMO_METHOD} without --model")
 @selection_options
@@ -226,14 +211,23 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         **{name.removeprefix("eps_"): flags[name] for name in _SAME},
     )
     if flags["engine"] == OWN:
-        with plotting(flags["plot"]) as plot:  # obj: the display of a caller that is no command line
-            result = compare.run(replace(request, plot=plot), sys.stdout, ctx.obj)
+        path = flags["plot"]
+        with nullcontext() if path is None else outputs.Output(path, "plot") as output:
+            request = replace(request, plot=None if output is None else partial(_draw, output))
+            result = compare.run(request, sys.stdout, ctx.obj)  # obj: the display of a caller that is no command line
     else:
         from eps_core.evaluation import engines
 
         result = engines.run(request, sys.stdout)
     if ctx.obj is None:
         click.echo(outputs.to_json(result))
+
+
+def _draw(output: outputs.Output, trace: "Trace") -> None:
+    from eps_core.report.run_page import run_page
+
+    with output.replacing() as file:
+        file.write(run_page(trace))
 
 
 def _large_layer(session: Any) -> dict[str, Any] | None:

@@ -27,6 +27,11 @@ _UNIT = _FACTS.unit
 AUTO = "auto"  # of --eps-min-context
 # flags that mean something under one policy only
 _POLICY_FLAGS = {"eps_budget": "topk", "eps_budget_floor": "topk", "eps_alpha": "threshold"}
+# flags of `selection_options` that a setting is called the same as
+_SAME = (
+    "rq_bounds", "bound_bits", "policy", "budget", "budget_floor", "epsilon", "alpha", "top_pages", "scope", "combine",
+    "strict", "seed",
+)  # fmt: skip
 _DEFAULT = EpsConfig.of()
 _kept, _read = partial(option, heading=METHOD), partial(option, heading=SELECTION)
 
@@ -47,16 +52,13 @@ def method_option(default: str) -> Callable:
 
 
 summary_options = options(
-    _kept(
-        "--eps-dim", type=Whole(), help=f"{dim_meanings('{what} of {name} (default {default})')}."
-    ),
+    _kept("--eps-dim", type=Whole(), help=f"{dim_meanings('{what} of {name} (default {default})')}."),
     _kept(
         "--eps-mean-tokens", also=["--eps-unit-tokens"], type=Whole(),
         help=f"{_CODED}: tokens of the mean key that codes refer to, 32 or 64.  [default: {_UNIT.mean_tokens}]",
     ),
     _kept(
-        "--eps-mean-bits", type=Whole(),
-        help=f"Bits of a dimension of that mean, 4 or 8.  [default: {_UNIT.mean_bits}]",
+        "--eps-mean-bits", type=Whole(), help=f"Bits of a dimension of that mean, 4 or 8.  [default: {_UNIT.mean_bits}]"
     ),
     _kept(
         "--eps-cascade", also=["--eps-stages"], type=ListOf(Real()),
@@ -74,19 +76,13 @@ summary_options = options(
         help="Tokens of a group, up to 256; divides the block or is a multiple of it.  [default: each method's best]",
     ),
     _kept("--eps-group-blocks", type=Whole(), metavar="G", help="Group size in blocks."),
-    _kept(
-        "--block-size", type=Whole(), default=_DEFAULT.cache_config.block_size, show_default=True,
-        help="Tokens of a block.",
-    ),
+    _kept("--block-size", type=Whole(), default=_DEFAULT.cache_config.block_size, help="Tokens of a block."),
 )  # fmt: skip
 
 selection_options = options(
+    _kept("--eps-rq-bounds", is_flag=True, help=f"{_CODED}: also store what error bounds need (6 bytes a group)."),
     _kept(
-        "--eps-rq-bounds", is_flag=True,
-        help=f"{_CODED}: also store what error bounds need (6 bytes a group).",
-    ),
-    _kept(
-        "--eps-bound-bits", type=Whole(), default=0, show_default=True,
+        "--eps-bound-bits", type=Whole(), default=0,
         help="Bits (4 or 8) of the key codes that error bounds are computed from; 0: the method's own bounds.",
     ),
     _kept(
@@ -99,12 +95,11 @@ selection_options = options(
         help=f"Tokens of one mean value: a multiple of block and group.  [default: {DEFAULT_CORRECTION_TOKENS}]",
     ),
     _kept(
-        "--eps-seed", type=Whole(most=MOST_SEED), default=_DEFAULT.cache_config.seed, show_default=True,
+        "--eps-seed", type=Whole(most=MOST_SEED), default=_DEFAULT.cache_config.seed,
         help="Random seed of projections and sign flips.",
     ),
     _read(
-        "--eps-policy", type=click.Choice(POLICIES), default=_DEFAULT.selection_config.policy, show_default=True,
-        help="Selection policy.",
+        "--eps-policy", type=click.Choice(POLICIES), default=_DEFAULT.selection_config.policy, help="Selection policy."
     ),
     _read(
         "--eps-budget", type=Real(),
@@ -118,23 +113,20 @@ selection_options = options(
         f"{DRAFT_BUDGET_FLOOR} for drafts of --eps-verify]",
     ),
     _read(
-        "--eps-epsilon", type=Real(), default=_DEFAULT.selection_config.epsilon, show_default=True,
+        "--eps-epsilon", type=Real(), default=_DEFAULT.selection_config.epsilon,
         help="--eps-strict: largest bound of the unread share of the softmax.",
     ),
     _read(
-        "--eps-alpha", type=Real(), default=_DEFAULT.selection_config.alpha, show_default=True,
+        "--eps-alpha", type=Real(), default=_DEFAULT.selection_config.alpha,
         help="threshold: groups below T / alpha are skipped; a higher alpha selects more.",
     ),
-    _read(
-        "--eps-top-pages", type=Whole(),
-        help="Maximum number of selected groups; topk: the budget.",
-    ),
+    _read("--eps-top-pages", type=Whole(), help="Maximum number of selected groups; topk: the budget."),
     _read("--eps-sink-tokens", also=["--eps-first-tokens"], type=Whole(), help=_default_help(0)),
     _read("--eps-recent-tokens", also=["--eps-last-tokens"], type=Whole(), help=_default_help(1)),
     _read("--eps-first-n", type=Whole(), help="--eps-sink-tokens in groups."),
     _read("--eps-last-n", type=Whole(), help="--eps-recent-tokens in groups."),
     _read(
-        "--eps-scope", type=click.Choice(SCOPES), default=_DEFAULT.selection_config.scope, show_default=True,
+        "--eps-scope", type=click.Choice(SCOPES), default=_DEFAULT.selection_config.scope,
         help="One selection for each KV head, or their union for all.",
     ),
     _read(
@@ -143,26 +135,24 @@ selection_options = options(
         f"first token [default: sum for {_OWN} without bounds under topk; max for the others]",
     ),
     _read(
-        "--eps-heads", type=click.Choice(("all", "retrieval")), default="all", show_default=True,
+        "--eps-heads", type=click.Choice(("all", "retrieval")), default="all",
         help="Sparse heads: all, or those that --eps-head-policy marks as retrieval; the others stay dense.",
     ),
-    _read(
-        "--eps-head-policy", type=FILE, metavar="FILE", help="What `eps-proto calibrate` wrote."
-    ),
+    _read("--eps-head-policy", type=FILE, metavar="FILE", help="What `eps-proto calibrate` wrote."),
     _read(
         "--eps-strict", is_flag=True,
         help="Select more until the bound of every head's unread share is at most --eps-epsilon.",
     ),
     _read(
         "--eps-min-context", type=OrWord(Whole(), AUTO), default=_DEFAULT.selection_config.min_context,
-        show_default=True, metavar="N|auto",
+        metavar="N|auto",
         help="Context below which decoding is dense; auto (run only): where sparse attention pays, "
         "measured once on this device.",
     ),
 )  # fmt: skip
 
 kernels_option = option(
-    "--kernels", heading=MODEL, type=click.Choice(("auto", *KERNELS)), default="auto", show_default=True,
+    "--kernels", heading=MODEL, type=click.Choice(("auto", *KERNELS)), default="auto",
     help="Attention kernels; they change speed only. auto: the fastest on this device.",
 )  # fmt: skip
 
@@ -186,9 +176,8 @@ def config_of(
             raise click.UsageError(f"{flag(eps_given[0])} means nothing while EPS is off: add --method")
     if method == "off":
         return EpsConfig.of(block_size=flags["block_size"])
-    policy = flags["eps_policy"]
     for name, owner in _POLICY_FLAGS.items():
-        if name in given and policy != owner:
+        if name in given and flags["eps_policy"] != owner:
             raise click.UsageError(f"{flag(name)} belongs to --eps-policy {owner}: drop it or choose that policy")
     if "eps_epsilon" in given and not flags["eps_strict"]:
         raise click.UsageError("--eps-epsilon belongs to --eps-strict: drop it or add that")
@@ -201,30 +190,17 @@ def config_of(
         if not auto_min_context:
             raise click.UsageError("--eps-min-context auto belongs to `eps-proto run`: give a number of tokens")
         min_context = 0
+    if flags["eps_correction"] == "drop" and flags["eps_correction_tokens"] is not None:
+        raise click.UsageError("--eps-correction-tokens belongs to --eps-correction mean: drop it or choose that")
     config = EpsConfig.of(
         method=method,
-        dim=flags["eps_dim"],
-        **code_settings(flags),
-        rq_bounds=flags["eps_rq_bounds"],
-        bound_bits=flags["eps_bound_bits"],
-        correction_tokens=_correction_tokens(flags),
-        group_size=flags["eps_group_size"],
-        group_blocks=flags["eps_group_blocks"],
-        policy=policy,
-        budget=flags["eps_budget"],
-        budget_floor=flags["eps_budget_floor"],
-        epsilon=flags["eps_epsilon"],
-        alpha=flags["eps_alpha"],
-        top_pages=flags["eps_top_pages"],
+        **summary_settings(flags),
+        **{name: flags[f"eps_{name}"] for name in _SAME},
+        correction_tokens=flags["eps_correction_tokens"],
         num_sink_tokens=flags["eps_sink_tokens"],
         num_recent_tokens=flags["eps_recent_tokens"],
-        scope=flags["eps_scope"],
-        combine=flags["eps_combine"],
-        strict=flags["eps_strict"],
         head_modes=_head_modes(flags),
-        seed=flags["eps_seed"],
         min_context=min_context,
-        block_size=flags["block_size"],
     )
     if flags["eps_correction"] == "mean" and flags["eps_correction_tokens"] is None:
         config = config.with_correction()
@@ -240,6 +216,12 @@ def config_of(
     return config
 
 
+def summary_settings(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags of `summary_options` as settings, flat."""
+    same = {name: flags[f"eps_{name}"] for name in ("dim", "group_size", "group_blocks")}
+    return {**same, "block_size": flags["block_size"], **code_settings(flags)}
+
+
 def code_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the flags' settings of codes, flat."""
     cascade = flags["eps_cascade"]
@@ -249,13 +231,6 @@ def code_settings(flags: dict[str, Any]) -> dict[str, Any]:
         "cascade": () if cascade == (0,) else cascade,
         "rescore": flags["eps_rescore"],
     }
-
-
-def _correction_tokens(flags: dict[str, Any]) -> int | None:
-    """Return the tokens of one mean value of the skipped-mass correction; None where what is skipped is dropped."""
-    if flags["eps_correction"] == "drop" and flags["eps_correction_tokens"] is not None:
-        raise click.UsageError("--eps-correction-tokens belongs to --eps-correction mean: drop it or choose that")
-    return flags["eps_correction_tokens"]
 
 
 def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:

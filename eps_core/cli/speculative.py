@@ -24,20 +24,17 @@ _FIELDS = {
 
 speculative_options = options(
     _option(
-        "--eps-verify", type=click.Choice(MODES), default=_DEFAULT.mode, show_default=True,
+        "--eps-verify", type=click.Choice(MODES), default=_DEFAULT.mode,
         help="Self-speculative decoding: sparse steps draft, one dense pass verifies. The text is the dense one but "
         "for ties of rounding.",
     ),
     _option(
-        "--eps-draft", type=OrWord(Whole(), AUTO), default=_DEFAULT.draft, show_default=True, metavar="N|auto",
+        "--eps-draft", type=OrWord(Whole(), AUTO), default=_DEFAULT.draft, metavar="N|auto",
         help="Drafted tokens a round; auto: chosen from measured acceptance and costs, possibly 0.",
     ),
+    _option("--eps-draft-most", type=Whole(), default=_DEFAULT.most, help="Maximum number of drafts a round."),
     _option(
-        "--eps-draft-most", type=Whole(), default=_DEFAULT.most, show_default=True,
-        help="Maximum number of drafts a round.",
-    ),
-    _option(
-        "--eps-draft-weights", type=click.Choice(tuple(WEIGHT_BITS)), default=_DEFAULT.weights, show_default=True,
+        "--eps-draft-weights", type=click.Choice(tuple(WEIGHT_BITS)), default=_DEFAULT.weights,
         help="Weights of the drafting model; verification uses those of --weights.",
     ),
 )  # fmt: skip
