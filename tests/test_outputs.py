@@ -160,7 +160,7 @@ def test_names_are_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
     write_whole(longest)
     assert longest.read_text() == WANT and len(names(tmp_path)) == 1
     with pytest.raises(ConfigError, match="File name too long"):
-        outputs.check_writable(tmp_path / ("n" * 256), "csv file")
+        Output(tmp_path / ("n" * 256), "csv file")
     two = [tmp_path / ("n" * 250 + end) for end in ("a", "b")]
     with Output(two[0]), Output(two[1]):  # one beginning, two locks
         pass

@@ -7,7 +7,7 @@ import click
 
 from eps_core.cli.help import FILE, MODEL, command, option
 from eps_core.cli.numbers import TOKENS
-from eps_core.cli.options import code_settings, given_flags, summary_options
+from eps_core.cli.options import given_flags, summary_options, summary_settings
 from eps_core.cli.source import kv_bits_option
 from eps_core.config.bytes import kv_bytes, open_group_bytes
 from eps_core.config.eps import EpsConfig
@@ -55,10 +55,8 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         context = flags["context"] or spec.max_context
     if flags["eps_group_size"] is not None and flags["eps_group_blocks"] is not None:
         raise click.UsageError("--eps-group-size and --eps-group-blocks say the same thing twice: give one of them")
-    rows = memory.memory_rows(
-        layers, kv_heads, head_dim, context, flags["block_size"], flags["eps_dim"], flags["eps_group_size"],
-        flags["eps_group_blocks"], code_settings(flags), flags["kv_bits"],
-    )  # fmt: skip
+    settings, sizes = summary_settings(flags), (layers, kv_heads, head_dim, context)
+    rows = memory.memory_rows(sizes, flags["kv_bits"], settings)
     backends = {name: _backend_status(name) for name in BACKENDS}
     click.echo(f"eps {provenance.package_version() or '(not installed)'}, Python {platform.python_version()}")
     for name, status in backends.items():
@@ -67,7 +65,7 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
             click.echo(f"backend {name:5} usable on {', '.join(status['devices'])} ({versions})")
         else:
             click.echo(f"backend {name:5} not usable: {status['why_not']}")
-    dense = kv_bytes(layers, kv_heads, head_dim, context, "bfloat16", flags["kv_bits"])
+    dense = kv_bytes(*sizes, "bfloat16", flags["kv_bits"])
     held = described("bfloat16", flags["kv_bits"])
     click.echo(
         f"\n{layers} layers x {kv_heads} kv heads of {head_dim} x {context:,} tokens: "
@@ -79,9 +77,8 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         f"\n{' and '.join(following)} also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each "
         "sequence in mid-group, so that a growing group is never read back."
     )
-    sizes = {"block_size": flags["block_size"], "group_size": flags["eps_group_size"]}
-    cache_config = EpsConfig.of("rq", **sizes, **code_settings(flags)).cache_config
-    kept = memory.kept_rows(layers, kv_heads, head_dim, context, cache_config, flags["kv_bits"])
+    of_rq = {name: value for name, value in settings.items() if name not in ("dim", "group_blocks")}
+    kept = memory.kept_rows(sizes, flags["kv_bits"], EpsConfig.of("rq", **of_rq).cache_config)
     click.echo("\nMiB of K and V, and of rq's summaries, by --kv-bits and --kv-keep:\n\n" + memory.kept_table(kept))
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}
     shape["kv_bits"] = flags["kv_bits"]

@@ -218,19 +218,9 @@ def config_of(
 
 def summary_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of `summary_options` as settings, flat."""
-    same = {name: flags[f"eps_{name}"] for name in ("dim", "group_size", "group_blocks")}
-    return {**same, "block_size": flags["block_size"], **code_settings(flags)}
-
-
-def code_settings(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags' settings of codes, flat."""
-    cascade = flags["eps_cascade"]
-    return {
-        "mean_tokens": flags["eps_mean_tokens"],
-        "mean_bits": flags["eps_mean_bits"],
-        "cascade": () if cascade == (0,) else cascade,
-        "rescore": flags["eps_rescore"],
-    }
+    same = ("dim", "mean_tokens", "mean_bits", "rescore", "group_size", "group_blocks")
+    cascade = () if flags["eps_cascade"] == (0,) else flags["eps_cascade"]
+    return {**{name: flags[f"eps_{name}"] for name in same}, "cascade": cascade, "block_size": flags["block_size"]}
 
 
 def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:

@@ -7,8 +7,10 @@ cannot be read is a ConfigError of one line that names the file, the place in it
 import codecs
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -77,8 +79,7 @@ def read_values(path: Path, what: str, fix: str, kept: bool = True) -> Iterator[
 def read_lines(path: Path, what: str, fix: str, kept: bool = True) -> Iterator[tuple[int, bytes]]:
     """(number, line) of every line that is not blank. `kept`: the caller keeps them all, so their number is bounded."""
     name, number, total = _name(what, path), 0, 0
-    file = _open(path, what, fix)
-    try:
+    with _opened(path, what, fix) as file:
         while line := file.readline(MOST_BYTES + 1):
             number, total = number + 1, total + len(line)
             if number == 1:
@@ -91,10 +92,6 @@ def read_lines(path: Path, what: str, fix: str, kept: bool = True) -> Iterator[t
                 raise ConfigError(f"{name} is longer than {limit}: give a part of it")
             if line.strip():
                 yield number, line
-    except OSError as error:
-        raise _unreadable(name, error, fix) from error
-    finally:
-        _close(file)
 
 
 def parse_json(data: str | bytes) -> Any:
@@ -112,6 +109,7 @@ def parse_json(data: str | bytes) -> Any:
     return value
 
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _TOO_DEEP = f"it is nested more than {MOST_DEPTH} deep"
 
 
@@ -142,53 +140,39 @@ def _check_depth_and_texts(value: Any) -> None:
                 below += [*item, *item.values()]
             elif isinstance(item, list):
                 below += item
-            elif isinstance(item, str) and not _is_unicode(item):
+            elif isinstance(item, str) and _SURROGATES.search(item):
                 raise ValueError("a text in it holds half of a surrogate pair")
         level, depth = below, depth + 1
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _read(path: Path, what: str, fix: str, most_bytes: int, limit: str) -> bytes:
-    name, data = _name(what, path), bytearray()
-    file = _open(path, what, fix)
-    try:
+    data = bytearray()
+    with _opened(path, what, fix) as file:
         while len(data) <= most_bytes and (chunk := file.read(min(_CHUNK_BYTES, most_bytes + 1 - len(data)))):
             data += chunk
-    except OSError as error:
-        raise _unreadable(name, error, fix) from error
-    finally:
-        _close(file)
     if len(data) > most_bytes:
-        raise ConfigError(f"{name} is longer than {most_bytes:,} bytes{f', {limit}' if limit else ''}: shorten it")
+        raise ConfigError(
+            f"{_name(what, path)} is longer than {most_bytes:,} bytes{f', {limit}' if limit else ''}: shorten it"
+        )
     return bytes(data)
 
 
-def _open(path: Path, what: str, fix: str) -> BinaryIO:
-    if path == STDIN:
-        if sys.stdin is None:
-            raise ConfigError(f"{_name(what, path)} cannot be read (stdin is closed): {fix}")
-        return sys.stdin.buffer
+@contextmanager
+def _opened(path: Path, what: str, fix: str) -> Iterator[BinaryIO]:
+    """A file to read, or stdin, which stays open. What cannot be opened or read is a ConfigError."""
     try:
-        return open(path, "rb")
+        if path != STDIN:
+            with open(path, "rb") as file:
+                yield file
+        elif sys.stdin is None:
+            raise OSError("stdin is closed")
+        else:
+            yield sys.stdin.buffer
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-        raise _unreadable(_name(what, path), error, fix) from error
-
-
-def _close(file: BinaryIO) -> None:
-    if sys.stdin is None or file is not sys.stdin.buffer:
-        file.close()
-
-
-def _unreadable(name: str, error: Exception, fix: str) -> ConfigError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return ConfigError(f"{name} cannot be read ({reason}): {fix}")
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{_name(what, path)} cannot be read ({reason}): {fix}") from error
 
 
 def _name(what: str, path: Path) -> str:

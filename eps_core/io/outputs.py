@@ -96,12 +96,6 @@ def _place(path: Path, what: str) -> Path | None:
     return None
 
 
-def check_writable(path: Path, what: str) -> Path | None:
-    """`regular_file` of what can be written and nobody else is writing, else ConfigError; leaves nothing behind."""
-    with Output(path, what) as output:
-        return output.file
-
-
 def check(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | Sequence[Path] | None]) -> None:
     """Raises ConfigError unless every output can be written and is no input and no other output, however any of them is
     spelled or linked. Both by the flag that gave them. A directory among the inputs is a model's."""
@@ -121,7 +115,10 @@ def check(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | Sequen
                 folders[Path(os.path.realpath(source))] = name
                 taken |= {_identity(file): f"{file.name} of {name}" for file in source.iterdir() if _of_model(file)}
     for flag, path in outputs.items():
-        file = None if path is None else check_writable(path, flag)
+        if path is None:
+            continue
+        with Output(path, flag) as output:  # nobody else is writing it; leaves nothing behind
+            file = output.file
         if file is None:
             continue
         there = taken.get(_identity(file))
