@@ -155,10 +155,9 @@ def step_record(
         selected = total = np.repeat(np.array(groups, np.int64)[:, None], num_heads, axis=1)
         always_selected = 0
     extended = _by_head(output.layers, "extended", lambda counts: (counts > 0).sum(axis=0))
-    certified, true, estimated = (
-        _by_head(output.layers, f"skipped_mass{kind}", _largest) for kind in ("_bound", "_true", "")
-    )
-    errors = _by_head(output.layers, "output_error_bound", _largest)
+    certified, true, estimated = (_by_head(output.layers, f"skipped_mass{kind}") for kind in ("_bound", "_true", ""))
+    errors = _by_head(output.layers, "output_error_bound")
+    wanted = [int(layer.wanted.sum()) for layer in output.layers if layer.wanted is not None]
     masses = [layer.skipped_mass for layer in output.layers if layer.skipped_mass is not None]
     held, eviction = sum(lengths) * spec.num_layers * num_heads * spec.kv_token_bytes, output.eviction
     record = StepRecord(
@@ -170,7 +169,7 @@ def step_record(
         pages_visited=int(selected.sum()),
         pages_skipped=int(total.sum() - selected.sum()),
         pages_always_selected=always_selected,
-        pages_wanted=_total_wanted(output.layers),
+        pages_wanted=sum(wanted) if wanted else None,
         bytes_kv_read_est=output.kv_bytes_read,
         bytes_kv_dense=spec.dense_kv_bytes(lengths),
         bytes_kv_kept=held if eviction is None else eviction.bytes_kept,
@@ -219,11 +218,9 @@ def _sums(layers: Sequence[LayerStats], name: str, num_heads: int) -> np.ndarray
     return np.stack([found[id(getattr(layer, name))] for layer in layers])
 
 
-def _largest(values: np.ndarray) -> np.ndarray:
-    return values.max(axis=0)
-
-
-def _by_head(layers: Sequence[LayerStats], name: str, reduce: Callable[[np.ndarray], np.ndarray]) -> np.ndarray | None:
+def _by_head(
+    layers: Sequence[LayerStats], name: str, reduce: Callable[[np.ndarray], np.ndarray] = lambda v: v.max(axis=0)
+) -> np.ndarray | None:
     """A statistic [B, Hkv] of every layer, reduced over sequences: [L, Hkv]; zero where a layer has none, None where
     no layer has it."""
     values = [getattr(layer, name) for layer in layers]
@@ -232,11 +229,6 @@ def _by_head(layers: Sequence[LayerStats], name: str, reduce: Callable[[np.ndarr
     return np.stack(
         [np.zeros(layer.counts.shape[1]) if v is None else reduce(v) for layer, v in zip(layers, values, strict=True)]
     )
-
-
-def _total_wanted(layers: Sequence[LayerStats]) -> int | None:
-    wanted = [int(layer.wanted.sum()) for layer in layers if layer.wanted is not None]
-    return sum(wanted) if wanted else None
 
 
 def _total_ms(layers: Sequence[LayerStats], name: str) -> float | None:

@@ -42,10 +42,6 @@ def batch(cell: Line) -> int:
     return whole(cell.get("batch")) or 1
 
 
-def value(name: str) -> Callable[[Line], float | None]:
-    return lambda line: number(line.get(name))
-
-
 def accuracy(cell: Line) -> float | None:
     answered, total = number(cell.get("needles_answered")), number(cell.get("num_needles"))
     return 100 * answered / total if answered is not None and total else None

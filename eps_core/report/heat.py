@@ -28,7 +28,6 @@ class HeatMap:
     the columns' means in one of C by 1, filled from below."""
 
     key: str
-    title: str
     label: str
     rows: int
     columns: int

@@ -70,11 +70,6 @@ def drawn(title: str, cells: list[Line]) -> tuple[str, list[Figure], list[Table]
         "needles that dense answers: the one that reads least, the one that keeps least; then the same of those whose "
         "KL does so with the upper end of its 95 % interval over texts."
     )
-    return note, plots(cells, title), [winners(cells), all_variants(cells)]
-
-
-def plots(cells: list[Line], title: str) -> list[Figure]:
-    """KL against bytes read, and against bytes kept."""
     made = []
     for axis, name in AXES:
         caption = (
@@ -82,32 +77,20 @@ def plots(cells: list[Line], title: str) -> list[Figure]:
             "V, summaries), as a share of a dense bfloat16 cache's. Every point is a variant; a line joins those of "
             "its family that no cheaper one beats."
         )
-        made.append(
-            curves(
-                families(cells, axis),
-                f"{name} (K, V, summaries), share of dense",
-                "KL to dense, nats",
-                caption,
-                log_y=True,
-            )
-        )
-    return made
+        x = f"{name} (K, V, summaries), share of dense"
+        made.append(curves(families(cells, axis), x, "KL to dense, nats", caption, log_y=True))
+    return note, made, [winners(cells), all_variants(cells)]
 
 
 def families(cells: list[Line], axis: str) -> list[Curve]:
     """KL against the bytes of an axis, a curve a family."""
     groups = of.grouped(cells, family)
-    return [
-        Curve(
-            name,
-            of.sorted_points((number(cell.get(axis)), number(cell.get("kl_mean"))) for cell in groups[name]),
-            name,
-            joined=False,
-            colour=FAMILIES.index(name),
-        )
-        for name in FAMILIES
-        if name in groups
-    ]
+    found = []
+    for colour, name in enumerate(FAMILIES):
+        if name in groups:
+            points = ((number(cell.get(axis)), number(cell.get("kl_mean"))) for cell in groups[name])
+            found.append(Curve(name, of.sorted_points(points), name, joined=False, colour=colour))
+    return found
 
 
 def winners(cells: list[Line]) -> Table:

@@ -14,46 +14,40 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(
         ("type", "method", "policy", "rewrite", "scope", "heads", "device", "model", "backend", "task"), Name
     ),
-    "skipped": Annotated[str, Between(0, 10_000)],
-    "strict": bool,
-    **dict.fromkeys(("context_tokens", "prompt_tokens", "batch", "index", "num_needles", "num_samples"), Count),
-    **dict.fromkeys(("needles_answered", "needles_dense"), Count),
     **dict.fromkeys(
         (
-            "dim",
-            "bits",
-            "group_size",
-            "mean_tokens",
-            "correction_tokens",
-            "bound_bits",
-            "top_pages",
-            "last_n",
-            "first_n",
+            "context_tokens", "prompt_tokens", "batch", "index", "num_needles", "num_samples", "needles_answered",
+            "needles_dense", "documents", "documents_equal", "dim", "bits", "group_size", "mean_tokens",
+            "correction_tokens", "bound_bits", "top_pages", "last_n", "first_n",
         ),
         Count,
     ),
     **dict.fromkeys(("alpha", "budget", "byte_budget", "epsilon", "tau", "rescore", "num_recent_tokens"), Setting),
     **dict.fromkeys(
-        ("bytes_ratio", "bytes_kept_ratio", "kept_share", "selected_ratio", "always_selected_ratio"), Ratio
+        (
+            "bytes_ratio", "bytes_kept_ratio", "kept_share", "selected_ratio", "always_selected_ratio", "acceptance",
+            "temperature", "draft_ratio", "tokens_per_round", "draft_kl_mean", "skipped_mass_bound_max",
+            "skipped_mass_true_max",
+        ),
+        Ratio,
     ),
     **dict.fromkeys(("kl_mean", "kl_low", "kl_high", "kl_max"), Nats),
-    "settings": dict[str, bool | Setting],  # of a rewrite
-    "kv_bits": tuple[Count | Name, Count | Name],
-    "top1_agreement": Share,
     **{
         f"{clock}_ms_p{part}": Milliseconds
         for clock in ("decode", "dense_decode", "prepass", "attention")
         for part in (50, 95)
     },
-    **dict.fromkeys(("skipped_mass_bound_max", "skipped_mass_true_max"), Ratio),
+    **dict.fromkeys(("setting", "config", "request", "verified"), dict[str, Any]),
+    "skipped": Annotated[str, Between(0, 10_000)],
+    "strict": bool,
+    "settings": dict[str, bool | Setting],  # of a rewrite
+    "kv_bits": tuple[Count | Name, Count | Name],
+    "top1_agreement": Share,
     "mass_pairs": Points,
     "selected_ratio_by_layer_and_head": tuple[tuple[Share, ...], ...],
     "sink_recent": tuple[Count, Count],
     "cascade": tuple[Share, ...] | Name | None,  # in a setting as it was asked for
-    **dict.fromkeys(("setting", "config", "request", "verified"), dict[str, Any]),
-    **dict.fromkeys(("acceptance", "temperature", "draft_ratio", "tokens_per_round", "draft_kl_mean"), Ratio),
-    **dict.fromkeys(("documents", "documents_equal"), Count),
-}
+}  # fmt: skip
 Score = Annotated[float, Between(-1e6, 1e6)]
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "summary": {"dense": dict[str, Any]},

@@ -78,30 +78,28 @@ class Curve:
 def run_page(trace: Trace) -> str:
     """Return the whole page."""
     reads = trace.reads
-    html: str = (
-        templates()
-        .get_template("run.html")
-        .render(
-            lead=_lead(trace),
-            tiles=_tiles(trace),
-            totals=_totals(trace),
-            notes=_notes(trace),
-            maps=_maps(trace) if reads.records else [],
-            pieces=_pieces(trace),
-            piece_tokens=_piece_tokens(reads),
-            piece_values=values_of(_piece_shares(reads)),
-            reads=reads,
-            value_steps=VALUE_STEPS,
-            level_names=LEVEL_NAMES,
-            curve=_curve(trace),
-            kl_names=_kl_names(),
-            said=trace.text,
-            bytes_bars=_bytes_bars(reads),
-            bytes_table=_bytes_table(reads),
-            even=bool(np.ptp(reads.kv_bytes) < 1 and np.ptp(reads.summary_bytes) < 1),
-            times=_times(trace),
-            settings=_settings(trace),
-        )
+    bytes_bars, bytes_table = _bytes(reads)
+    template = templates().get_template("run.html")
+    html: str = template.render(
+        lead=_lead(trace),
+        tiles=_tiles(trace),
+        totals=_totals(trace),
+        notes=_notes(trace),
+        maps=_maps(trace) if reads.records else [],
+        pieces=_pieces(trace),
+        piece_tokens=_piece_tokens(reads),
+        piece_values=values_of(_piece_shares(reads)),
+        reads=reads,
+        value_steps=VALUE_STEPS,
+        level_names=LEVEL_NAMES,
+        curve=_curve(trace),
+        kl_names=_kl_names(),
+        said=trace.text,
+        bytes_bars=bytes_bars,
+        bytes_table=bytes_table,
+        even=bool(np.ptp(reads.kv_bytes) < 1 and np.ptp(reads.summary_bytes) < 1),
+        times=_times(trace),
+        settings=_settings(trace),
     )
     return html
 
@@ -214,7 +212,7 @@ def _maps(trace: Trace) -> list[HeatMap]:
     starts = np.arange(0, len(by_step), together)
     by_step = np.add.reduceat(by_step, starts, axis=0) / np.diff([*starts, len(by_step)])[:, None]
     heads = f"{plural(reads.session.spec.num_kv_heads, 'kv head')}, {plural(len(reads.records), 'step')}"
-    layers, steps = len(by_layer), len(reads.records)
+    layers, steps, x_ticks = len(by_layer), len(reads.records), ticks(1, reads.num_tokens)
     numbers = [record.step for record in reads.records]  # of the new tokens
     y_ticks = [
         Tick(tick.at, tick.percent * steps / together / len(by_step), f"{numbers[tick.at - 1] + 1:,}")
@@ -224,34 +222,17 @@ def _maps(trace: Trace) -> list[HeatMap]:
     for start in starts.tolist():
         of_row = numbers[start : start + together]
         text = "".join(trace.text[number] for number in of_row)
-        names.append(f"new token{'s' * (len(of_row) > 1)} {of_row[0] + 1:,}{_until(of_row)} “{text}”")
+        until = f"–{of_row[-1] + 1:,}" if len(of_row) > 1 else ""
+        names.append(f"new token{'s' * (len(of_row) > 1)} {of_row[0] + 1:,}{until} “{text}”")
+    of_layers = ("layers", "layer", heads, by_layer, ticks(0, layers - 1), [f"layer {i}" for i in range(layers)])
+    of_steps = ("steps", "new token", f"{plural(layers, 'layer')}, kv heads", by_step, y_ticks, names)
     return [
-        _map(reads, "layers", "by layer", "layer", by_layer, ticks(0, layers - 1),
-             f"share of ({heads}) that read each part of the prompt, by layer", [f"layer {i}" for i in range(layers)]),
-        _map(reads, "steps", "by new token", "new token", by_step, y_ticks,
-             f"share of ({plural(layers, 'layer')}, kv heads) that read each part of the prompt, by new token", names),
+        HeatMap(
+            key, f"share of ({whose}) that read each part of the prompt, by {y}", *shares.shape,
+            paths_of(levels_of(shares)), profile_of(shares.mean(axis=0)), values_of(shares), y, y_of, x_ticks, rows,
+        )
+        for key, y, whose, shares, y_of, rows in (of_layers, of_steps)
     ]  # fmt: skip
-
-
-def _until(numbers: list[int]) -> str:
-    return f"–{numbers[-1] + 1:,}" if len(numbers) > 1 else ""
-
-
-def _map(
-    reads: Reads,
-    key: str,
-    title: str,
-    y: str,
-    shares: np.ndarray,
-    y_ticks: list[Tick],
-    label: str,
-    names: list[str],
-) -> HeatMap:
-    rows, columns = shares.shape
-    return HeatMap(
-        key, title, label, rows, columns, paths_of(levels_of(shares)), profile_of(shares.mean(axis=0)),
-        values_of(shares), y, y_ticks, ticks(1, reads.num_tokens), names,
-    )  # fmt: skip
 
 
 def _piece_tokens(reads: Reads) -> int:
@@ -317,13 +298,13 @@ def _curve(trace: Trace) -> Curve | None:
 # --- bytes and times by layer -----------------------------------------------------------------------------------------
 
 
-def _bytes_bars(reads: Reads) -> list[Bar]:
-    """Bytes that a step reads in each layer, mean over steps."""
+def _bytes(reads: Reads) -> tuple[list[Bar], Table]:
+    """Bytes that a step reads in each layer, mean over steps, as bars and in numbers."""
     num_steps = max(len(reads.records), 1)
     kv, summaries = reads.kv_bytes / num_steps, reads.summary_bytes / num_steps
     whole = kv.sum(axis=1) + summaries
     most = max(float(whole.max()), 1.0)
-    return [
+    bars = [
         Bar(
             str(layer),
             [(f"kv{head % 2}", 100 * of_head / most, f"kv head {head}: {size(of_head)}")
@@ -333,18 +314,9 @@ def _bytes_bars(reads: Reads) -> list[Bar]:
         )
         for layer in range(len(kv))
     ]  # fmt: skip
-
-
-def _bytes_table(reads: Reads) -> Table:
-    num_steps = max(len(reads.records), 1)
-    heads = [f"kv head {head}" for head in range(reads.kv_bytes.shape[1])]
-    rows = [
-        (str(layer), *(size(value / num_steps) for value in (*of_heads, summaries, sum(of_heads) + summaries)))
-        for layer, (of_heads, summaries) in enumerate(
-            zip(reads.kv_bytes.tolist(), reads.summary_bytes.tolist(), strict=True)
-        )
-    ]
-    return Table(("layer", *heads, "summaries", "all"), rows, "Bytes that a step reads, mean over the steps.")
+    heads = [f"kv head {head}" for head in range(kv.shape[1])]
+    rows = [(bar.name, *(what.split(": ")[1] for _, _, what in bar.parts), bar.value) for bar in bars]
+    return bars, Table(("layer", *heads, "summaries", "all"), rows, "Bytes that a step reads, mean over the steps.")
 
 
 def _times(trace: Trace) -> dict[str, Any] | None:

@@ -82,7 +82,7 @@ def _quality(cells: list[Line]) -> list[Part]:
         # more documents at a time change the time and not the quality
         group = [cell for cell in group if of.batch(cell) == min(map(of.batch, group))]
         divergence = curves(
-            _quality_curves(group, of.value("kl_mean")),
+            _quality_curves(group, lambda cell: number(cell.get("kl_mean"))),
             "bytes read (K, V, summaries), share of dense",
             "KL to dense, nats",
             f"{title}: mean KL of the next token against dense, in nats (log scale; lower is better), over the bytes "
