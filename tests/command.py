@@ -67,14 +67,14 @@ def last(done: Outcome) -> dict[str, Any]:
     return found
 
 
-def refused(line: Iterable[object], folder: Path, words: str, **more: Any) -> None:
-    """Assert that a command line ends with exit code 2 and one line that holds `words`, and leaves `folder` as it
-    was."""
+def refused(line: Iterable[object], folder: Path, words: str, **more: Any) -> str:
+    """Return the one line of a command line that ends with exit code 2; it holds `words`, and `folder` is as it was."""
     before = sorted(folder.iterdir())
     done = outcome([*map(str, line)], folder, **more)
     assert done.code == 2 and done.out == "", done
     assert re.fullmatch(r"error: [^\n]+\n", done.err) and words in done.err, done.err
     assert sorted(folder.iterdir()) == before
+    return done.err
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

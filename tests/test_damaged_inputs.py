@@ -15,10 +15,11 @@ import mutations
 import numpy as np
 import pytest
 import speed_tables
+from command import last, outcome
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_html_report import whole_results
-from test_inputs import make_capture, recaptured, run, write
+from test_inputs import make_capture, recaptured, write
 
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
@@ -57,12 +58,14 @@ def drawing(really: bool) -> Iterator[None]:
         yield
 
 
+def read_or_refused(line: list[str], folder: Path) -> None:
+    code, _, err = outcome(line, folder)
+    assert not code or (code == 2 and err.startswith("error: ") and err.count("\n") == 1), err
+
+
 RESULTS = [line for lines in whole_results().values() for line in lines[:8]]
-RESULTS[6] |= {
-    "mass_pairs": [[0.5, 0.1], [0.2, None]],
-    "sink_recent": [4, 32],
-    "setting": {"budget": 0.1, "alpha": 1.1},
-}
+RESULTS[6] |= {"mass_pairs": [[0.5, 0.1], [0.2, None]], "sink_recent": [4, 32]}
+RESULTS[6] |= {"setting": {"budget": 0.1, "alpha": 1.1}}
 
 
 @pytest.mark.parametrize(
@@ -78,8 +81,7 @@ RESULTS[6] |= {
 def test_a_malformed_field_is_left_out_of_the_page(tmp_path: Path, fields: dict[str, Any]) -> None:
     path = write(tmp_path / "r.jsonl", "".join(json.dumps(line | fields) + "\n" for line in RESULTS[3:7]))
     with drawing(isinstance(fields.get("method"), str)):
-        code, _, err = run("report", path, "-o", tmp_path / "r.html")
-    assert code == 0, err
+        last(outcome(["report", str(path), "-o", "r.html"], tmp_path))
     if "index" not in fields and not isinstance(fields.get("method"), str):
         assert f"r.jsonl, line 1: {next(iter(fields))} " in (tmp_path / "r.html").read_text()
 
@@ -89,8 +91,7 @@ def test_damaged_results_leave_a_page(tmp_path_factory: pytest.TempPathFactory, 
     random, folder = Random(seed), tmp_path_factory.mktemp("r")
     path = write(folder / "r.jsonl", mutations.lines(RESULTS, random))
     with drawing(random.random() < 0.03):
-        code, _, err = run("report", path, "-o", folder / "r.html")
-    assert code == 0 or (code == 2 and err.count("\n") == 1), err
+        read_or_refused(["report", str(path), "-o", "r.html"], folder)
 
 
 BENCH = [
@@ -125,16 +126,8 @@ GRID = {
     "context": [1024, 2048], "method": ["rq", "box", "jl"], "budget": [0.1, 0.2], "strict": False, "heads": "all",
     "dim": None, "policy": "topk", "group_size": 16, "bits": None,
 }  # fmt: skip
-LONGBENCH = [
-    {
-        "dataset": name,
-        "context": "Ada wrote it.",
-        "input": "Who?",
-        "answers": ["Paragraph 3"],
-        "all_classes": ["a", "b"],
-    }
-    for name in ("qasper", "trec", "passage_retrieval_en", "lcc")
-]
+QUESTION = {"context": "Ada wrote it.", "input": "Who?", "answers": ["Paragraph 3"], "all_classes": ["a", "b"]}
+LONGBENCH = [{"dataset": name, **QUESTION} for name in ("qasper", "trec", "passage_retrieval_en", "lcc")]
 RULER = [{"input": "What?", "outputs": ["12", "13"], "answer_prefix": " It is", "index": 0, "length": 100}] * 2
 
 
@@ -190,8 +183,7 @@ def test_damaged_captures_are_replayed_or_refused(
         start = random.choice((0, 8 + int.from_bytes(data[:8], "little")))  # of the header, of the tensors
         write(path, data[:start] + mutations.damaged(data[start:], random))
     flags = ["--backend", "numpy", "--methods", "box@16", "--budgets", "0.5", "--layers", "0"]
-    code, _, err = run("replay", path, *flags)
-    assert code == 0 or (code == 2 and err.startswith("error: ") and err.count("\n") == 1), err
+    read_or_refused(["replay", str(path), *flags], path.parent)
 
 
 @fuzz(150)

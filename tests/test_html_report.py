@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 SECTIONS = (
     "quality", "kept", "tasks", "visited", "time", "certificate", "heads", "runs", "skipped", "inputs",
 )  # fmt: skip
-VOID = {"meta", "path", "br"}
+VOID = {"meta", "input", "br"}
 
 
 def cell(**values: Any) -> dict[str, Any]:
@@ -105,48 +105,43 @@ def write(root: Path, files: dict[str, list[dict[str, Any]]]) -> list[Path]:
     return [root / name for name in files]
 
 
-class Checker(HTMLParser):
-    """Asserts that elements nest, collects ids and references."""
+class Page(HTMLParser):
+    """Asserts that elements nest, that ids are single and that nothing is fetched; `links` are what attributes name."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.ids: list[str] = []
         self.links: list[str] = []
         self.sections: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == [] and len(set(self.ids)) == len(self.ids)
+        # no network: what is left of http is the names of the SVG dialect
+        bare = re.sub(r'xmlns(:\w+)?="http://www\.w3\.org/[^"]*"', "", text)
+        assert "http" not in bare and "@import" not in bare and "<link" not in bare
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         values = dict(attrs)
-        if "id" in values:
-            self.ids.append(values["id"])
-        if tag == "section":
-            self.sections.append(values["id"])
-        self.links += [value for name, value in attrs if name in ("href", "xlink:href", "src")]
+        self.ids += [values["id"]] if "id" in values else []
+        self.sections += [values["id"]] if tag == "section" else []
+        self.links += [value for name, value in attrs if name in ("href", "xlink:href", "src", "srcset")]
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: Any) -> None:
         self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
+        self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
+        assert tag in VOID or self.open.pop() == tag
 
 
-def checked(html: str) -> Checker:
-    checker = Checker()
-    checker.feed(html)
-    checker.close()
-    assert checker.open == [] and checker.sections == list(SECTIONS)
-    assert len(set(checker.ids)) == len(checker.ids)
-    assert all(link.startswith("#") and link[1:] in checker.ids for link in checker.links)
-    # no network: what is left of http is the names of the SVG dialect
-    bare = re.sub(r'xmlns(:\w+)?="http://www\.w3\.org/[^"]*"', "", html)
-    assert "http" not in bare and "@import" not in bare and "<script" not in bare and "<link" not in bare
-    assert re.search(r"\b(NaN|nan|inf|Infinity|None|null)\b", html) is None
-    return checker
+def checked(html: str) -> None:
+    page = Page(html)
+    assert page.sections == list(SECTIONS)
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+    assert "<script" not in html and re.search(r"\b(NaN|nan|inf|Infinity|None|null)\b", html) is None
 
 
 def test_the_page_of_everything(tmp_path: Path) -> None:
@@ -260,25 +255,22 @@ def test_text_in_results_stays_text(tmp_path: Path) -> None:
     assert "<script" not in html and html.count("&lt;script&gt;x&lt;/script&gt;&amp;") >= 4
 
 
-def test_plot_settings_are_in_one_place() -> None:
-    """Every colour that a plot has comes from style.py: one method looks the same on all of them."""
-    for path in (*(ROOT / "eps_core").rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
-        text = path.read_text()
-        if path.name != "style.py":
-            assert not re.search("rcParams\\[|svg\\.hashsalt|import matplotlib|from matplotlib", text), path
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first: str, second: str) -> float:
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_colours_are_readable_on_both_pages() -> None:
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
     assert len(set(PALETTE)) == len(PALETTE)
     for colour in PALETTE:
         for paper in (PAGE_LIGHT, PAGE_DARK):
-            low, high = sorted((luminance(colour), luminance(paper)))
-            assert (high + 0.05) / (low + 0.05) >= 3, (colour, paper)
+            assert contrast(colour, paper) >= 3, (colour, paper)
 
 
 def test_report_command_writes_the_page_whole(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What users name is read by one reader: never more than could be used, and no content of it is a traceback."""
 
-import contextlib
 import io
 import json
 import os
@@ -12,10 +11,10 @@ from typing import Annotated, Any
 
 import numpy as np
 import pytest
+from command import last, outcome, refused
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from eps_core.cli import main
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.cost import Cost
 from eps_core.decode.session import Session
@@ -30,28 +29,6 @@ from eps_core.tasks.benchmarks import load_longbench, load_ruler
 from eps_core.tasks.questions import benchmark_question
 
 WHAT = ("notes", "give a file")
-
-
-def run(*args: object, stdin: bytes | None = None) -> tuple[int, str, str]:
-    """eps-proto in this process: (exit code, stdout, stderr). What is no error of the user's is raised."""
-    out, err = io.StringIO(), io.StringIO()
-    before = sys.argv, sys.stdin
-    sys.argv = ["eps-proto", *map(str, args)]
-    if stdin is not None:
-        sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
-            main.main()
-    finally:
-        sys.argv, sys.stdin = before
-    return int(end.value.code or 0), out.getvalue(), err.getvalue()
-
-
-def refused(*args: object, **more: Any) -> str:
-    """The one line of a mistake."""
-    code, _, err = run(*args, **more)
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (code, err)
-    return err
 
 
 def write(path: Path, data: bytes | str) -> Path:
@@ -217,17 +194,18 @@ def most_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_long_prompt_is_refused_before_it_is_read_whole(tmp_path: Path, most_encoded: list[int]) -> None:
     flags = ["run", "--backend", "numpy", "--prompt-file"]
+    too_many = "exceed the model's context of 16384 tokens"
     most = inputs.text_bytes(read_spec(DEMO_MODEL).max_context)
     path = tmp_path / "long.txt"
     with open(path, "wb") as file:
         file.truncate(108_000_000)  # a hole takes no disk
     for name in (path, "/dev/zero"):
         words = f"prompt file {name} is longer than {most:,} bytes, more than the 16,384 tokens of the model's context"
-        assert words in refused(*flags, name)
-    assert "prompt file on stdin is longer" in refused(*flags, "-", stdin=b"x" * (most + 1))
+        refused([*flags, name], tmp_path, words)
+    refused([*flags, "-"], tmp_path, "prompt file on stdin is longer", stdin="x" * (most + 1))
     assert not most_encoded
-    assert "exceed the model's context of 16384 tokens" in refused(*flags, write(path, b"x" * most))
-    assert "exceed the model's context of 16384 tokens" in refused("run", "--backend", "numpy", "--prompt", "x" * most)
+    refused([*flags, write(path, b"x" * most)], tmp_path, too_many)
+    refused(["run", "--backend", "numpy", "--prompt", "x" * most], tmp_path, too_many)
     assert max(most_encoded) < most / 4
 
 
@@ -267,12 +245,6 @@ def test_benchmark_lines_past_the_samples_are_not_kept(tmp_path: Path) -> None:
     )
     found = load_longbench(write(tmp_path / "f", one * 3 + two * 3 + one), None, 2)
     assert [sample.task for sample in found] == ["narrativeqa"] * 2 + ["qasper"] * 2
-
-
-def test_lone_surrogates_are_named_by_line(tmp_path: Path) -> None:
-    line = '{"dataset": "narrativeqa", "context": "\\ud83d", "input": "b", "answers": ["c"]}\n'
-    with pytest.raises(ConfigError, match="a text in it holds half of a surrogate pair"):
-        load_longbench(write(tmp_path / "f", line))
 
 
 # --- captures ---------------------------------------------------------------------------------------------------------
@@ -316,14 +288,14 @@ def test_captures_that_no_mean_speaks_of_are_refused(
     captured: Path, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     other = recaptured(captured, tmp_path / "other", lambda info: info | changes)
-    line = refused("replay", captured, other, "--backend", "cuda")
-    assert words in line and str(captured) in line and str(other) in line
+    line = refused(["replay", captured, other, "--backend", "cuda"], tmp_path, words)
+    assert str(captured) in line and str(other) in line
 
 
 def test_captures_of_one_model_and_kind_are_averaged(captured: Path, tmp_path: Path) -> None:
     other = recaptured(captured, tmp_path / "other", lambda info: info | {"text_sha256": "1", "backend": "mlx"})
-    code, _, err = run("replay", captured, other, "--backend", "cuda", "--methods", "box@16", "--budgets", "0.5")
-    assert code == 0, err
+    line = ["replay", captured, other, "--backend", "cuda", "--methods", "box@16", "--budgets", 0.5]
+    last(outcome([*map(str, line)], tmp_path))
     paths = captured, make_capture(tmp_path / "long", 62), make_capture(tmp_path / "part", layers=(1,))
     first, longer, part = map(open_capture, paths)
     with pytest.raises(ConfigError, match=r"differ in context tokens \(60 and 62\)"):

@@ -3,7 +3,6 @@
 import html
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import tiny_models
 from command import last, lines_of, outcome, refused
+from test_html_report import Page, contrast
 
 from eps_core.attention import layer as layer_module
 from eps_core.decode import layers
@@ -34,31 +34,9 @@ def line(model: Path, backend: str = "numpy", *more: object) -> list[str]:
     return ["run", "--model", str(model), "--backend", backend, "--prompt", PROMPT, *flags]
 
 
-class Page(HTMLParser):
-    """Checks that elements nest, that ids are single, and that nothing leads out of the page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == [] and len(set(self.ids)) == len(self.ids)
-        assert "http" not in text and "@import" not in text and "<link" not in text and "url(" not in text
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        values = dict(attrs)
-        self.ids += [values["id"]] if "id" in values else []
-        assert not {"src", "href", "srcset"} & set(values)
-        if tag not in ("meta", "input"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: Any) -> None:
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def checked(page: str) -> None:
+    """Assert that the page is whole and that nothing leads out of it."""
+    assert Page(page).links == [] and "url(" not in page
 
 
 def text_of(page: str) -> str:
@@ -130,7 +108,7 @@ def test_the_page_shows_what_the_steps_read_and_the_run_stays_the_same(
         assert result[name] == plain[name], name
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.jsonl", "p.html"]
     page, (trace,) = (tmp_path / "p.html").read_text(), traced
-    Page(page)
+    checked(page)
 
     # the reads, counted again from what the layers returned: the first steps are the run's, then come those of --kl
     reads, spec = trace.reads, trace.reads.session.spec
@@ -203,7 +181,7 @@ def test_layers_with_a_window_read_their_window(
 def test_without_a_dense_run_the_page_says_how_to_get_the_kl(model: Path, tmp_path: Path, traced: list[Trace]) -> None:
     result = last(outcome(line(model, "numpy", "--plot", "p.html", "--no-baseline"), tmp_path))
     page = (tmp_path / "p.html").read_text()
-    Page(page)
+    checked(page)
     assert "kl_mean" not in result and "dense run, which --no-baseline leaves out" in section(page, "kl")
     assert traced[0].dense_text is None and "in the same run" not in page
 
@@ -279,7 +257,7 @@ def made_up(num_tokens: int, num_layers: int = 32, num_heads: int = 8, num_steps
 def test_the_page_is_bounded_and_says_what_it_puts_together(num_tokens: int) -> None:
     trace = made_up(num_tokens)
     page = run_page.run_page(trace)
-    Page(page)
+    checked(page)
     assert len(page) - sum(map(len, map(html.escape, trace.prompt))) < 2**21
     columns, pieces = -(-num_tokens // tracing.MAX_COLUMNS), -(-num_tokens // run_page.MAX_PIECES)
     assert (f"A column of the maps is the mean of {columns} tokens." in page) == (columns > 1)
@@ -298,7 +276,7 @@ def test_steps_that_hand_over_nothing_are_left_out_and_said() -> None:
     for kept in (trace.reads.records, trace.reads.layer_ms, trace.reads.by_step):
         kept.clear()  # type: ignore[attr-defined]
     page = run_page.run_page(trace)
-    Page(page)
+    checked(page)
     assert "No step was timed layer by layer." in page and 'id="map-' not in page
 
 
@@ -337,17 +315,6 @@ def test_every_token_has_its_text_and_a_character_of_several_its_last() -> None:
     tokens = tokenizer.encode("aé<s>\U0001f600b").ids
     texts = texts_of(tokenizer, tokens)
     assert texts == ["a", "", "é", "<s>", "", "", "", "\U0001f600", "b"]
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(first: str, second: str) -> float:
-    low, high = sorted((luminance(first), luminance(second)))
-    return (high + 0.05) / (low + 0.05)
 
 
 def test_text_is_readable_on_every_colour_of_both_schemes() -> None:

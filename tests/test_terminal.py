@@ -252,13 +252,6 @@ def test_tasks_and_texts_are_tables_with_what_limits_them() -> None:
     ]
 
 
-def test_there_is_one_progress_and_one_table() -> None:
-    """Nobody else rewrites a line or asks what a terminal is."""
-    for path in (*(ROOT / "eps_core").rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
-        if path.name != "terminal.py":
-            assert not re.search(r"isatty|\\r(\\|\{|[a-z]+ )|\\033\[|import rich|from rich", path.read_text()), path
-
-
 @pytest.mark.parametrize(
     "name, share, says",
     [
