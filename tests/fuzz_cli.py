@@ -25,23 +25,9 @@ NUMBERS = (
     "1" + "0" * 400, "9" * 5000, "²", "٣", "1_0", " 1", "0x1", "+1", "-0", "--", "-",
 )  # fmt: skip
 LISTS = (
-    "1,2",
-    "1,1",
-    ",",
-    "1,,2",
-    "0.1,nan",
-    "rq@²",
-    "rq@2,box@",
-    "rq@",
-    "@",
-    "rq@" + "9" * 5000,
-    "rq@2,box@16",
-    "off",
-    "8,4",
-    "16,8",
-    "8,8,4",
-    "3,8",
-)
+    "1,2", "1,1", ",", "1,,2", "0.1,nan", "rq@²", "rq@2,box@", "rq@", "@", "rq@" + "9" * 5000, "rq@2,box@16", "off",
+    "8,4", "16,8", "8,8,4", "3,8",
+)  # fmt: skip
 WORDS = ("auto", "all", "none", "é", "\udcff", "a\udcffb", "x" * 300, "\x1b[31m", "%s", "{}", "\n")
 # numbers here are small or refused: whatever is valid must also end soon
 RIGHT = ("0", "1", "2", "16", "64", "0.1", "0.5")
@@ -50,14 +36,10 @@ OUTPUTS = (
     "new", ".", "", "absent/new", "x" * 300, "\udcff", "new/", "link", "/dev/null", "/dev/full", "/dev/stdout", "-"
 )  # fmt: skip
 RIGHT_FILES = {"text": "TEXT", "prompt_files": "TEXT", "eps_head_policy": "POLICY", "captures": "CAPTURE",
-               "results": "STEPS", "grid": "GRID", "model": "MODEL", "cache_dir": "FOLDER"}  # fmt: skip
+               "results": "STEPS", "model": "MODEL", "cache_dir": "FOLDER"}  # fmt: skip
 # of choices that are all valid, those that are quick here
-QUICK = {
-    "backend": ("numpy",),
-    "engine": ("own", "transformers"),
-    "device": ("cpu", "auto"),
-    "kernels": ("arrays", "auto"),
-}
+QUICK = {"backend": ("numpy",), "engine": ("own", "transformers"), "device": ("cpu", "auto")}
+QUICK |= {"kernels": ("arrays", "auto")}
 WRITTEN = ("out", "output", "jsonl", "metrics", "csv", "plot")
 # what makes a command short; each is left out where a drawn flag says the same
 BASE = {
@@ -76,19 +58,12 @@ BASE = {
 }  # fmt: skip
 # flags that say the same as one of BASE
 SAME = {"prompt_files": "prompt", "seconds": "repeats"}
-GRID = '{"context": 64, "method": "rq"}'
 
 
 def make_places(folder: Path) -> dict[str, str]:
     """What the names in capitals stand for: a tiny model, inputs that are right, and inputs that are wrong."""
     model = tiny_models.save_model("llama2", folder / "MODEL")
-    texts = {
-        "TEXT": "It was a dark and stormy night. " * 40,
-        "GRID": GRID,
-        "EMPTY": "",
-        "JSON": "{}",
-        "JSONL": "{}\n[]\n",
-    }
+    texts = {"TEXT": PROMPT, "EMPTY": "", "JSON": "{}", "JSONL": "{}\n[]\n"}
     for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / "BINARY").write_bytes(b"a\xff\x00\xfe" * 9)

@@ -67,7 +67,6 @@ MISTAKES: dict[str, tuple[list, str]] = {
         "kernels metal are not there for this backend on cpu: choose one of auto, arrays",
     ),
     "min-context-of-no-number": (["run", "--eps-min-context", "often"], "neither a whole number nor auto"),
-    "not-a-number": (["run", "--max-new-tokens", "many"], "many"),
     "no-new-tokens": (["run", "--max-new-tokens", 0], "--max-new-tokens"),
     "no-chunk": (["run", "--prefill-chunk", 0], "--prefill-chunk"),
     "no-pool": (["run", "--pool-tokens", 0], "--pool-tokens"),
@@ -119,10 +118,6 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "bound-bits-range": (["run", "--eps-bound-bits", 3], "eps-bound-bits 3 is not 4 or 8"),
     "refine-range": (["run", "--eps-rescore", 2], "eps-rescore 2.0 is outside [0, 1]"),
     "refine-of-another-method": (["run", "--eps-method", "box", "--eps-rescore", 0.5], "not of method box"),
-    "audit-factor-of-no-number": (
-        ["run", "--prompt", "x", "--eps-audit-every", 2, "--eps-audit-factor", "nan"],
-        "'nan' is not a number",
-    ),
     "report-of-an-empty-file": (["report", "/dev/null", "-o", "new.html"], "/dev/null"),
     "alpha-range": (["run", "--eps-policy", "threshold", "--eps-top-pages", 4, "--eps-alpha", 0.5], "eps-alpha 0.5"),
     "threshold-without-m": (["run", "--eps-policy", "threshold"], "eps-top-pages"),
@@ -184,7 +179,6 @@ MISTAKES: dict[str, tuple[list, str]] = {
         ["replay", "GOOD", "--eps-policy", "threshold", "--eps-top-pages", 4, "--budgets", "0.1"],
         "--budgets",
     ),
-    "capture-no-list": (["replay", "GOOD", "--budgets", "few"], "few"),
     "capture-head-policy-alone": (["replay", "GOOD", "--eps-head-policy", "POLICY"], "--eps-heads"),
     "capture-head-policy-of-another-model": (
         ["replay", "GOOD", "--eps-heads", "retrieval", "--eps-head-policy", "POLICY"],
