@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import click
 import pytest
 import tiny_models
 from click.testing import CliRunner
-from command import call, lines_of, process_line
+from command import call, lines_of, process_line, refused
 
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.main import cli
@@ -127,8 +128,6 @@ print("after")
 @pytest.mark.parametrize("kind", ["whole", "lines"])
 def test_stdout_is_written_into_whatever_it_is(kind: str, to: str, tmp_path: Path) -> None:
     """Through the descriptor: opened again, another user's would be refused, and a file be written from its start."""
-    import socket
-
     ends: list[Any] = list(map(socket.SocketIO, socket.socketpair(), ("rw", "rw"))) if to == "socket" else []
     if to == "file":
         ends = [open(tmp_path / "out", "w")] * 2  # noqa: SIM115
@@ -395,7 +394,7 @@ EVALUATE = [
 
 def evaluate(model: Path, out: Path, *more: object) -> dict[str, Any]:
     args = [*EVALUATE, "--model", str(model), "-o", str(out), *map(str, more)]
-    done = CliRunner().invoke(evaluate_command, args, standalone_mode=False, catch_exceptions=True)
+    done = CliRunner().invoke(evaluate_command, args, standalone_mode=False)
     if done.exception is not None:
         raise done.exception
     return json.loads(done.stdout.splitlines()[-1])
@@ -548,25 +547,23 @@ def test_the_commit_is_asked_for_without_writing(tmp_path: Path, monkeypatch: py
     assert (index.read_bytes(), index.stat().st_mtime_ns) == before
 
 
-def test_standard_input_is_an_input(model: Path, tmp_path: Path) -> None:
+def test_standard_input_is_an_input(tmp_path: Path) -> None:
     prompt = tmp_path / "p.txt"
     prompt.write_text("x y z")
-    line = process_line("run", "--backend", "numpy", "--model", model, "--prompt-file", "-", "--metrics", prompt)
     with open(prompt) as given:
-        done = subprocess.run(line, stdin=given, capture_output=True, text=True, timeout=120)
+        done = call("run", "--prompt-file", "-", "--metrics", prompt, stdin=given)
     assert done.returncode == 2 and "which it would destroy" in done.stderr
     assert prompt.read_text() == "x y z"
 
 
-def test_a_dash_is_no_output(model: Path, tmp_path: Path) -> None:
-    done = call("run", "--backend", "numpy", "--model", model, "--prompt", "x", "--metrics", "-", cwd=tmp_path)
-    assert done.returncode == 2 and "/dev/stdout" in done.stderr and list(tmp_path.iterdir()) == []
+def test_a_dash_is_no_output(tmp_path: Path) -> None:
+    refused(["run", "--metrics", "-"], tmp_path, "/dev/stdout")
 
 
 def test_a_huge_file_is_not_read_back(model: Path, tmp_path: Path) -> None:
     huge = tmp_path / "g.jsonl"
     with open(huge, "wb") as file:
         file.truncate(2**40)  # a hole takes no disk
-    done = call("evaluate", "--backend", "numpy", "--model", model, "--tasks", "none", "--method", "rq", "-o", huge)
-    assert done.returncode == 2 and "is longer than" in done.stderr
+    line = ["evaluate", "--backend", "numpy", "--model", model, "--tasks", "none", "--method", "rq", "-o", huge]
+    refused(line, tmp_path, "is longer than")
     assert huge.stat().st_size == 2**40
