@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from command import last, outcome, refused
 
-from eps_core.cli.report import report_command
 from eps_core.errors import ConfigError
 from eps_core.report import figures
 from eps_core.report.cells import variant_name
@@ -218,14 +217,8 @@ def test_an_installation_has_what_the_page_is_made_of() -> None:
 
 
 def test_what_evaluate_found_is_drawn(tmp_path: Path) -> None:
-    path, other = write(
-        tmp_path,
-        {
-            "asked.jsonl": whole_results()["asked.jsonl"],
-            "stopped.jsonl": [{"type": "run", "kind": "evaluate"}, {"type": "sample", "index": 0}],
-        },
-    )
-    loaded = load_results([path, other])
+    asked, stopped = whole_results()["asked.jsonl"], [{"type": "run"}, {"type": "sample", "index": 0}]
+    loaded = load_results(write(tmp_path, {"asked.jsonl": asked, "stopped.jsonl": stopped}))
     assert loaded.notes == ["stopped.jsonl: 1 of type sample and no task: evaluate was stopped"]
     html = checked_section(page(loaded), "tasks")
     assert html.count("<svg") == 2 and "nothing lost" in html
@@ -276,20 +269,12 @@ def test_colours_are_readable_on_both_pages() -> None:
 def test_report_command_writes_the_page_whole(tmp_path: Path) -> None:
     some = {"grid.jsonl": [{"type": "run"}, cell()], "replay.jsonl": [{"type": "replay"}] * 3}
     paths = write(tmp_path, some)
-    out = tmp_path / "r.html"
-    done = CliRunner().invoke(
-        report_command, [*map(str, paths), "-o", str(out)], standalone_mode=False, catch_exceptions=False
-    )
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = last(outcome(["report", *map(str, paths), "-o", "r.html"], tmp_path))
     assert result["lines"]["replay.jsonl"] == {"replay": 3}
-    assert out.read_text() == page(load_results(paths))
+    assert (tmp_path / "r.html").read_text() == page(load_results(paths))
     assert not list(tmp_path.glob(".*"))
-    for args, words in (
-        ([str(tmp_path / "absent.jsonl"), "-o", str(out)], "absent.jsonl cannot be read"),
-        ([str(paths[0]), "-o", str(tmp_path / "absent" / "r.html")], "there is no directory"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            report_command.main(args, standalone_mode=False)
+    refused(["report", "absent.jsonl", "-o", "r.html"], tmp_path, "absent.jsonl cannot be read")
+    refused(["report", paths[0], "-o", "absent/r.html"], tmp_path, "there is no directory")
 
 
 def test_pages_are_made_on_demand_and_not_kept() -> None:

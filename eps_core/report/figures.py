@@ -52,6 +52,13 @@ def _draw(height_inches: float, caption: str, plot: Callable[[Any, Any], None]) 
     return Figure(svg((5.2, height_inches), lambda figure: plot(figure, figure.add_subplot()), **inked), caption)
 
 
+def _label(figure: Any, axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(linewidth=0.6)
+    figure.legend(loc="outside lower center", ncols=2)
+
+
 def curves(
     curves: Sequence[Curve],
     x: str,
@@ -90,10 +97,7 @@ def curves(
             axes.minorticks_off()
         if y_range is not None:
             axes.set_ylim(*y_range)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        axes.grid(linewidth=0.6)
-        figure.legend(loc="outside lower center", ncols=2)
+        _label(figure, axes, x, y)
 
     return _draw(3.4 + 0.19 * -(-(len(drawn) + (line_y is not None)) // 2), caption, plot)
 
@@ -111,10 +115,7 @@ def scatter(
                 label=_plain(name),
             )  # fmt: skip
         axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=":", label=diagonal)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        axes.grid(linewidth=0.6)
-        figure.legend(loc="outside lower center", ncols=2)
+        _label(figure, axes, x, y)
 
     return _draw(3.6 + 0.19 * -(-(len(points) + 1) // 2), caption, plot)
 

@@ -138,18 +138,17 @@ def _dense_accuracy(cells: list[Line]) -> str:
 
 
 def _visited(cells: list[Line], runs: list[Line]) -> Part:
-    points = [
+    found = [
         (of.method(cell), cell.get("context_tokens"), cell.get("selected_ratio"), cell.get("always_selected_ratio"))
         for cell in cells
     ]
-    points += [
-        (of.run_setting(run, "method"), run["summary"].get("prompt_tokens"), run["summary"].get("selected_ratio"), None)
-        for run in runs
-    ]
+    for run in runs:
+        summary = run["summary"]
+        found.append((of.run_setting(run, "method"), summary.get("prompt_tokens"), summary.get("selected_ratio"), None))
     points = [
-        (method, of.whole(context), found, number(always_selected))
-        for method, context, ratio, always_selected in points
-        if (found := number(ratio)) is not None and context and method != "?"
+        (method, of.whole(context), ratio, number(always_selected))
+        for method, context, given, always_selected in found
+        if (ratio := number(given)) is not None and context and method != "?"
     ]
     if not points:
         return Part(nothing="no cell or run with a selected ratio (an experiment's grid, eps-proto run --metrics)")
@@ -169,12 +168,8 @@ def _visited(cells: list[Line], runs: list[Line]) -> Part:
     for (method, context), group in groups.items():
         ratios = [point[2] for point in group]
         always_selected = [point[3] for point in group if point[3] is not None]
-        numbers = (
-            min(ratios),
-            means[method, context],
-            max(ratios),
-            float(np.mean(always_selected)) if always_selected else None,
-        )
+        always = float(np.mean(always_selected)) if always_selected else None
+        numbers = (min(ratios), means[method, context], max(ratios), always)
         rows.append((method, f"{context:,}", str(len(group)), *(form(value, ".4f") for value in numbers)))
     head = ("method", "context, tokens", "cells", "least", "mean", "most", "always selected, mean")
     return Part(figures=[plot], tables=[Table(head, rows)])
