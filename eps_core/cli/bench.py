@@ -16,7 +16,7 @@ from eps_core.config.cache import DTYPE_BYTES, METHODS
 from eps_core.errors import ConfigError
 from eps_core.io import outputs
 from eps_core.metrics import terminal
-from eps_core.report.bench_plot import PLOTS, draw
+from eps_core.report.bench_plot import PLOTS, cell_name, draw
 from eps_core.report.style import need
 
 # flags that a request calls the same
@@ -166,7 +166,9 @@ def bench_text(lines: list[dict[str, Any]]) -> str:
     for cell in cells:
         plain = [part for part, code in cell["check"]["computed_by"].items() if code != cell["kernels"]]
         if plain:
-            notes.add(f"{_name(cell)}: {', '.join(plain)} has no {cell['kernels']} kernel and ran as array operations")
+            notes.add(
+                f"{cell_name(cell)}: {', '.join(plain)} has no {cell['kernels']} kernel and ran as array operations"
+            )
         if cell["dense_exceeds_last_cache"] is False:
             notes.add(f"{cell['batch']} x {cell['context']:,} tokens of K and V fit the last cache, which was flushed")
     header = [
@@ -175,10 +177,6 @@ def bench_text(lines: list[dict[str, Any]]) -> str:
     ]  # fmt: skip
     table = terminal.table([_row(cell) for cell in cells], header)
     return head + table + "".join(f"\nnote: {note}" for note in sorted(notes))
-
-
-def _name(cell: dict[str, Any]) -> str:
-    return f"{cell['method']}@{cell['group_size']}"
 
 
 def _row(cell: dict[str, Any]) -> list[str]:
@@ -193,7 +191,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
 
     graphed = cell["graphed_step_ms"]
     return [
-        _name(cell),
+        cell_name(cell),
         cell["dtype"],
         f"{cell['context']:,}",
         str(cell["batch"]),

@@ -113,7 +113,11 @@ def check(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | Sequen
                     taken[_identity(source)] = name
                     continue
                 folders[Path(os.path.realpath(source))] = name
-                taken |= {_identity(file): f"{file.name} of {name}" for file in source.iterdir() if _of_model(file)}
+                taken |= {
+                    _identity(file): f"{file.name} of {name}"
+                    for file in source.iterdir()
+                    if file.suffix in MODEL_SUFFIXES
+                }
     for flag, path in outputs.items():
         if path is None:
             continue
@@ -122,7 +126,7 @@ def check(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | Sequen
         if file is None:
             continue
         there = taken.get(_identity(file))
-        if there is None and _of_model(file) and file.parent in folders:
+        if there is None and file.suffix in MODEL_SUFFIXES and file.parent in folders:
             there = f"part of {folders[file.parent]}"
         if there is not None:
             raise ConfigError(f"{flag} {path} is {there}, which it would destroy: give another path")
@@ -139,10 +143,6 @@ def check_start(flag: str, path: Path, start: bytes, kind: str) -> None:
         found = opened.read(64).lstrip()
     if found and not found.startswith(start):
         raise ConfigError(f"{flag} {path} is there and is no {kind}: give another path, or remove it")
-
-
-def _of_model(file: Path) -> bool:
-    return file.suffix in MODEL_SUFFIXES
 
 
 def _identity(path: Path) -> Any:
@@ -199,7 +199,10 @@ class Output:
         self.path, self.file = path, _place(path, what)
         self._partial: Path | None = None
         if self.file is not None:
-            partial = self.file.with_name(_partial_name(self.file.name))
+            # its own for every name, and short: a name may be as long as the file system takes
+            name = self.file.name
+            digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:8]
+            partial = self.file.with_name(f".{name[:40]}.{digest}.partial")
             self._handle = _lock(partial, path, what)
             self._partial = partial
 
@@ -244,11 +247,6 @@ class Output:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _partial_name(name: str) -> str:
-    """Its own for every name, and short: a name may be as long as the file system takes."""
-    return f".{name[:40]}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}.partial"
 
 
 def _lock(partial: Path, path: Path, what: str) -> int:

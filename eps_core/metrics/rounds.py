@@ -103,6 +103,7 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
     # of a sequence, as a dense step's: what a round says, over how many say it
     by_token = [r.round_ms * len(r.emitted) / len(r.tokens) for r in timed]
     margins = [r.top2_margin_min for r in records if r.top2_margin_min is not None]
+    said_in_a_round = Counter(said for r in records for said in r.emitted)  # of one sequence
     weights = [r.bytes_weights for r in records if r.bytes_weights is not None]
     return {
         **summarise([]),
@@ -114,7 +115,7 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
         "warm_up_steps": len(records) - len(timed),
         "tokens_per_s": 1000 * sum(len(r.tokens) for r in timed) / ms if ms else None,
         "tokens_per_round": num_tokens / rounds_of if rounds_of else None,
-        "tokens_per_round_histogram": _histogram(records),
+        "tokens_per_round_histogram": {str(said): count for said, count in sorted(said_in_a_round.items())},
         "drafted": drafted,
         "accepted": accepted,
         "acceptance": accepted / drafted if drafted else None,
@@ -144,9 +145,3 @@ _SUMMED = (
 
 def _summed(lists: Any) -> list[int]:
     return [sum(depth) for depth in zip_longest(*lists, fillvalue=0)]
-
-
-def _histogram(records: Sequence[RoundRecord]) -> dict[str, int]:
-    """Tokens that a sequence said in a round -> rounds."""
-    counts = Counter(said for record in records for said in record.emitted)
-    return {str(said): count for said, count in sorted(counts.items())}

@@ -43,14 +43,14 @@ def _variant(cell: Line, part: str) -> Line | None:
     return variants[cell["best_dense"]] if part == "dense" else variants.get(part + GRAPH, variants.get(part))
 
 
-def _method(cell: Line) -> str:
+def cell_name(cell: Line) -> str:
     return f"{cell['method']}@{cell['group_size']}"
 
 
 def _roofline(figure: Any, run: Line, cells: list[Line]) -> None:
     """Bytes a second of every part over the bytes that it moves; what was measured of the memory is the roof."""
     axes = figure.add_subplot()
-    methods = list(dict.fromkeys(map(_method, cells)))
+    methods = list(dict.fromkeys(map(cell_name, cells)))
     seen: set[str] = set()
 
     def point(variant: Line, part: str, marker: str, label: str) -> None:
@@ -61,10 +61,10 @@ def _roofline(figure: Any, run: Line, cells: list[Line]) -> None:
         seen.add(label)
 
     for cell in cells:
-        marker = MARKERS[1 + methods.index(_method(cell)) % (len(MARKERS) - 1)]
+        marker = MARKERS[1 + methods.index(cell_name(cell)) % (len(MARKERS) - 1)]
         for part in ("attend", "score", "correction", "step"):
             if (variant := _variant(cell, part)) is not None and variant["bytes"]:
-                point(variant, part, marker, f"{part}, {_method(cell)}")
+                point(variant, part, marker, f"{part}, {cell_name(cell)}")
         dense = _variant(cell, "dense")
         assert dense is not None
         point(dense, "dense", "o", "fastest dense variant")
@@ -85,7 +85,7 @@ def _families(cells: list[Line]) -> dict[str, list[Line]]:
     families: dict[str, list[Line]] = {}
     for cell in cells:
         ((kind, share),) = cell["asked"].items()
-        name = f"{_method(cell)}, {kind} {share:g}, batch {cell['batch']}, {cell['dtype']}"
+        name = f"{cell_name(cell)}, {kind} {share:g}, batch {cell['batch']}, {cell['dtype']}"
         families.setdefault(name, []).append(cell)
     return {name: sorted(group, key=lambda cell: cell["context"]) for name, group in families.items()}
 
