@@ -266,8 +266,8 @@ def test_a_backend_that_does_not_import_is_named_with_its_mend(bare: dict[str, s
 LONG = 400  # tokens: seconds, in which a busy machine must let two processes go on in turn
 
 
-def started(model: Path, tmp_path: Path) -> tuple[subprocess.Popen, Path]:
-    """A run of LONG tokens that has written at least five lines of metrics."""
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda how: how.name)
+def test_a_killed_run_leaves_whole_lines_only(model: Path, tmp_path: Path, how: signal.Signals) -> None:
     metrics = tmp_path / "m.jsonl"
     args = process_line(
         "run", "--backend", "numpy", "--model", model, "--prompt", PROMPT[:60], "--max-new-tokens", LONG, "--no-stop",
@@ -278,12 +278,6 @@ def started(model: Path, tmp_path: Path) -> tuple[subprocess.Popen, Path]:
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 5):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.001)
-    return process, metrics
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda how: how.name)
-def test_a_killed_run_leaves_whole_lines_only(model: Path, tmp_path: Path, how: signal.Signals) -> None:
-    process, metrics = started(model, tmp_path)
     process.send_signal(how)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == (130 if how == signal.SIGINT else -how)

@@ -59,10 +59,9 @@ class Counting(io.BytesIO):
     "read",
     [
         lambda path: inputs.read_text(path, *WHAT, most_bytes=10_000),
-        lambda path: inputs.read_json(path, *WHAT, most_bytes=10_000),
         lambda path: next(inputs.read_lines(path, *WHAT)),
     ],
-    ids=["text", "json", "lines"],
+    ids=["text", "lines"],
 )
 def test_no_more_is_read_than_could_be_used(read: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     endless = Counting()

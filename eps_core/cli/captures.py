@@ -218,8 +218,8 @@ def _replay(ctx: click.Context, flags: dict[str, Any], output: outputs.Output | 
                         writer.write({"type": "head", "method": method, "budget": budget, **head})
     click.echo(_table(names, rows))
     captured = [str(path) for path in flags["captures"]]
-    found = {"captures": captured, "backend": backend_name(backend), "match_error": flags["match_error"]}
-    click.echo(outputs.to_json({**found, "rows": rows}))
+    line = {"captures": captured, "backend": backend_name(backend), "match_error": flags["match_error"]}
+    click.echo(outputs.to_json({**line, "rows": rows}))
 
 
 def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:

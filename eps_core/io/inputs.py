@@ -37,21 +37,31 @@ def text_bytes(num_tokens: int) -> int:
 def read_text(path: Path, what: str, fix: str, most_bytes: int = MOST_BYTES, limit: str = "") -> str:
     """The UTF-8 text of a file; `-`: of stdin. A byte order mark is dropped. `what` names the file in errors, `limit`
     says what `most_bytes` follow from."""
-    return _decoded(_read(path, what, fix, most_bytes, limit), _name(what, path))
+    name, data = _name(what, path), bytearray()
+    with _opened(path, what, fix) as file:
+        while len(data) <= most_bytes and (chunk := file.read(min(_CHUNK_BYTES, most_bytes + 1 - len(data)))):
+            data += chunk
+    if len(data) > most_bytes:
+        raise ConfigError(f"{name} is longer than {most_bytes:,} bytes{f', {limit}' if limit else ''}: shorten it")
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        _refuse_other_encodings(data, name)
+        raise ConfigError(f"{name} is not UTF-8 at byte {error.start}: convert it") from error
 
 
-def read_json(path: Path, what: str, fix: str, most_bytes: int = MOST_BYTES) -> Any:
+def read_json(path: Path, what: str, fix: str) -> Any:
     """The value of a JSON file; see `parse_json`."""
-    text = read_text(path, what, fix, most_bytes)
+    text = read_text(path, what, fix)
     try:
         return parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{_name(what, path)} is not JSON ({error}): {fix}") from error
 
 
-def read_object(path: Path, what: str, fix: str, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def read_object(path: Path, what: str, fix: str) -> dict[str, Any]:
     """The JSON object in a file."""
-    value = read_json(path, what, fix, most_bytes)
+    value = read_json(path, what, fix)
     if not isinstance(value, dict):
         raise ConfigError(f"{_name(what, path)} holds a JSON {type(value).__name__}, not an object: {fix}")
     return value
@@ -145,18 +155,6 @@ def _check_depth_and_texts(value: Any) -> None:
         level, depth = below, depth + 1
 
 
-def _read(path: Path, what: str, fix: str, most_bytes: int, limit: str) -> bytes:
-    data = bytearray()
-    with _opened(path, what, fix) as file:
-        while len(data) <= most_bytes and (chunk := file.read(min(_CHUNK_BYTES, most_bytes + 1 - len(data)))):
-            data += chunk
-    if len(data) > most_bytes:
-        raise ConfigError(
-            f"{_name(what, path)} is longer than {most_bytes:,} bytes{f', {limit}' if limit else ''}: shorten it"
-        )
-    return bytes(data)
-
-
 @contextmanager
 def _opened(path: Path, what: str, fix: str) -> Iterator[BinaryIO]:
     """A file to read, or stdin, which stays open. What cannot be opened or read is a ConfigError."""
@@ -179,15 +177,7 @@ def _name(what: str, path: Path) -> str:
     return f"{what} {'on stdin' if path == STDIN else path}".strip()
 
 
-def _refuse_other_encodings(data: bytes, name: str) -> None:
+def _refuse_other_encodings(data: bytes | bytearray, name: str) -> None:
     for mark, encoding in _OTHER_ENCODINGS:
         if data.startswith(mark):
             raise ConfigError(f"{name} is {encoding}, not UTF-8: convert it (iconv -f {encoding} -t UTF-8)")
-
-
-def _decoded(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        _refuse_other_encodings(data, name)
-        raise ConfigError(f"{name} is not UTF-8 at byte {error.start}: convert it") from error

@@ -228,7 +228,7 @@ def _maps(trace: Trace) -> list[HeatMap]:
     of_steps = ("steps", "new token", f"{plural(layers, 'layer')}, kv heads", by_step, y_ticks, names)
     return [
         HeatMap(
-            key, f"share of ({whose}) that read each part of the prompt, by {y}", *shares.shape,
+            key, f"share of ({whose}) that read each part of the prompt, by {y}", len(shares), shares.shape[1],
             paths_of(levels_of(shares)), profile_of(shares.mean(axis=0)), values_of(shares), y, y_of, x_ticks, rows,
         )
         for key, y, whose, shares, y_of, rows in (of_layers, of_steps)
