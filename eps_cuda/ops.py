@@ -141,12 +141,6 @@ class TorchOps(Ops):
     def flip(self, x: Tensor) -> Tensor:
         return x.flip(-1)
 
-    def repeat(self, x: Tensor, times: int) -> Tensor:
-        return x.repeat_interleave(times, dim=-1)
-
-    def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        return x.split(list(sizes), dim=-1)
-
     def eigh(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         try:
             values, vectors = torch.linalg.eigh(matrix)

@@ -160,12 +160,6 @@ class MlxOps(Ops):
     def flip(self, x: mx.array) -> mx.array:
         return x[..., ::-1]
 
-    def repeat(self, x: mx.array, times: int) -> mx.array:
-        return mx.repeat(x, times, axis=-1)
-
-    def split(self, x: mx.array, sizes: Sequence[int]) -> Sequence[mx.array]:
-        return list(mx.split(x, np.cumsum(sizes)[:-1].tolist(), axis=-1))
-
     def eigh(self, matrix: mx.array) -> tuple[mx.array, mx.array]:
         values, vectors = mx.linalg.eigh(matrix, stream=mx.cpu)  # exists on the CPU only
         return values, vectors

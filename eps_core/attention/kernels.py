@@ -20,10 +20,6 @@ READ_BITS = {16, 8, 4}  # of K and of V: uncoded, and the codes that kernels rea
 logger = logging.getLogger("eps")
 
 
-def _supported(*arguments: Any, **named: Any) -> None:
-    return None
-
-
 @dataclass
 class Kernel:
     """A kernel in the place of the array function of the same name, with the same arguments and results.
@@ -31,7 +27,7 @@ class Kernel:
     `unsupported` takes these arguments and returns in a few words what the kernel does not support, or None."""
 
     run: Callable[..., Any]
-    unsupported: Callable[..., str | None] = _supported
+    unsupported: Callable[..., str | None] = lambda *arguments, **named: None
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the kernel's result, or None where it does not support the arguments."""
@@ -54,9 +50,8 @@ class KernelTable:
     add_correction: Kernel | None = None
     skipped_mass: Kernel | None = None
     attend_fused: Kernel | None = None  # a whole layer; the functions above serve where it does not
-    listing: Callable[[Array, int], tuple[Array, Array]] | None = (
-        None  # groups and counts of a mask of array operations
-    )
+    # groups and counts of a mask of array operations
+    listing: Callable[[Array, int], tuple[Array, Array]] | None = None
     settle: Callable[[], None] | None = None  # waits until no kernel reads a pool that is about to be written
 
     def serving(self, kernel: Kernel | None, operation: str, *arguments: Any, **named: Any) -> Kernel | None:

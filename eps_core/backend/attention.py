@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from eps_core.attention.kernels import kernel_first
-from eps_core.attention.protocol import Array, RowsRead, Scores, Selection
+from eps_core.attention.protocol import Array, RowsRead, Scores, Selection, State
 from eps_core.backend import pages
 from eps_core.backend.cache import read_kv
 from eps_core.backend.ops import Ops
@@ -14,8 +14,6 @@ from eps_core.backend.selection import selection_mask
 from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
-
-State = tuple[Array, Array]  # out and lse
 
 
 def softmax_sums(ops: Ops, logits: Array) -> tuple[Array, Array, Array]:

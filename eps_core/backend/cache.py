@@ -64,15 +64,6 @@ class ArrayCache(CountsRereads):
             centroid = self.ops.new(self.device, (self.spec.num_kv_heads, self.spec.head_dim), "float16")
         return self.fixed[layer] | {"centre": centroid}
 
-    def can_encode(self, layer: int) -> bool:
-        """Return whether full groups have summaries: key codes wait for their centroid."""
-        return not self.cache_config.needs_centroid or self.centroid[layer] is not None
-
-    def parts(self) -> list[Any]:
-        """Return the cache and those beside it, of bounds and of the skipped-mass correction, that have summaries."""
-        beside = (self, self.bound, self.correction)
-        return [one for one in beside if one is not None and one.cache_config.enabled]
-
 
 def add_all_summaries(cache: Any) -> None:
     """Allocates the summaries of a new cache, and of its bounds and its correction where the config has them."""
@@ -224,7 +215,7 @@ def _update_summaries(ops: Ops, cache: Any, layer: int, keys: Array, plan: Write
             return
         # the first centroid: encode every group that is full by now, also those written long ago
         state = cache.state[layer]
-        filled = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.cache_config.spans_per_unit)))
+        filled = np.flatnonzero(state.valid(np.arange(len(state.fill))))
         finalize(ops, cache, layer, np.setdiff1d(filled, plan.full_groups))
         mark_valid(ops, cache, layer, filled)
         has_parts = False

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from eps_core.attention.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
-from eps_core.attention.protocol import Array, FusedRead, RowsRead, Scores, Selection
+from eps_core.attention.protocol import Array, FusedRead, RowsRead, Scores, Selection, State
 from eps_core.backend.ops import Ops
 from eps_core.backend.summaries.rq import stored_means
 from eps_core.config.cache import CacheConfig
@@ -16,8 +16,6 @@ from eps_core.cpu.calls import Chosen
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import part_dims
-
-State = tuple[Array, Array]
 
 
 class CpuKernels:

@@ -12,14 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from eps_core.attention.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
-from eps_core.attention.protocol import Array, RowsRead, Scores, Selection
+from eps_core.attention.protocol import Array, RowsRead, Scores, Selection, State
 from eps_core.backend.ops import Ops
 from eps_core.backend.selection import selection_mask
 from eps_core.config.eps import EpsConfig
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
-
-State = tuple[Array, Array]
 
 
 class GpuKernels:

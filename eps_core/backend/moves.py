@@ -49,7 +49,7 @@ def copy_units(ops: Ops, cache: Any, src: Sequence[int], dst: Sequence[int]) -> 
     return cache
 
 
-def _unit_arrays(ops: Ops, cache: Any) -> dict[str, Array]:
+def unit_arrays(cache: Any) -> dict[str, Array]:
     """Everything of the cache that lies by pool units, [P, ..], by name: K, V (codes and scales), summaries."""
     found: dict[str, Array] = {}
     for layer in range(cache.spec.num_layers):
@@ -67,7 +67,7 @@ def export_units(ops: Ops, cache: Any, units: Sequence[int]) -> dict[str, np.nda
     without one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
     with ops.place(cache):
         index = ops.index(cache, np.asarray(units, np.int64))
-        found = {name: ops.host(array[index]) for name, array in _unit_arrays(ops, cache).items()}
+        found = {name: ops.host(array[index]) for name, array in unit_arrays(cache).items()}
         for layer in range(cache.spec.num_layers):
             if cache.bound is not None:
                 found[f"heads.{layer}.bound.centre"] = ops.host(cache.bound.constants(layer)["centre"])
@@ -84,7 +84,7 @@ def import_units(ops: Ops, cache: Any, units: Sequence[int], arrays: dict[str, n
     numbers = np.asarray(units, np.int64)
     with ops.place(cache):
         index = ops.index(cache, numbers)
-        for name, array in _unit_arrays(ops, cache).items():
+        for name, array in unit_arrays(cache).items():
             array[index] = ops.native(cache, arrays[name])
         for layer in range(cache.spec.num_layers):
             if cache.bound is not None:

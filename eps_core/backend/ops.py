@@ -159,13 +159,9 @@ class Ops(ABC):
     def flip(self, x: Array) -> Array:
         """Return x with its last axis reversed."""
 
-    @abstractmethod
     def repeat(self, x: Array, times: int) -> Array:
         """Return every element of the last axis `times` times in a row."""
-
-    @abstractmethod
-    def split(self, x: Array, sizes: Sequence[int]) -> Sequence[Array]:
-        """Return the parts of the last axis, of these sizes."""
+        return self.broadcast_to(x[..., None], (*x.shape, times)).flatten(-2)
 
     @abstractmethod
     def eigh(self, matrix: Array) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ from eps_core.backend.summaries.rq import of_groups
 from eps_core.backend.summaries.table import method, score_summary
 from eps_core.config.selection import ANCHOR_SPREAD, SelectionConfig
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.summaries.base import LARGEST_ESTIMATE, Field
+from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.table import fields
 
 
@@ -30,56 +30,47 @@ def score(ops: Ops, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
     """Estimates [B, Hkv, G] of every group, of the query heads of each kv head as `SelectionConfig.combine` says, and
     bounds [B, Hkv, R, G]: q [B, Hq, D] unscaled. See `Scores` for what the numbers mean."""
     with ops.place(cache):
-        return _score(ops, cache, layer, q, plan)
-
-
-def _score(ops: Ops, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
-    cache_config, spec = cache.cache_config, cache.spec
-    batch, _, head_dim = q.shape
-    kv_heads = spec.num_kv_heads
-    missing, inside = plan.missing(cache.state[layer]), plan.inside
-    num_missing = plan.num_missing(cache.state[layer])
-    a = ops.float32(q).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
-    # whole units of one head are contiguous in K and in every summary
-    rows = ops.index(q, np.maximum(plan.table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None])
-    stored = fields(cache_config, head_dim)
-    gathered = {
-        name: ops.gather_rows(pool.reshape(spec.num_units * kv_heads, -1), rows).reshape(
-            batch, kv_heads, -1, *pool.shape[3:]
-        )
-        for name, pool in cache.summaries[layer].items()
-        if _of_all(stored[name])
-    }
-    if cache_config.method_spec.reads_keys:
-        keys = pages.tiles_of(ops, cache.k[layer], rows, cache_config.unit_tokens)
-        gathered = {"keys": keys.reshape(batch, kv_heads, -1, cache_config.S, head_dim)}
-    constants = cache.constants(layer)
-    if cache_config.method_spec.by_place:
-        length = ops.on(q, plan.lengths)[:, None, None, None]
-        constants = constants | {"groups": ops.arange(q, 0, plan.num_groups), "length": length}
-    estimates, lower, upper = score_summary(ops, cache_config, constants, gathered, a)
-    known, unknown = ops.on(q, inside & ~missing)[:, None, :], ops.on(q, missing)[:, None, :]
-    # the groups that were not scored: without a summary, and past the end
-    rest = ops.where(unknown, math.inf, -math.inf)
-    anchor = anchors(ops, cache, layer, q, ops.index(q, plan.table[:, 0]), plan.config.selection_config)
-    estimate = ops.where(known, combined(ops, estimates, anchor, plan.sums_after(0, head_dim)), -math.inf)
-    race = Race(ops.broadcast_to(known, estimate.shape), gathered, None)
-    for part in range(2, 2 + len(plan.cascaded(head_dim))):
-        estimate, race = _read_on(ops, cache, layer, a, anchor, estimate, race, plan, part)
-    if plan.config.selection_config.rescore:
-        estimate, race = _read_on(ops, cache, layer, a, anchor, estimate, race, plan, None)
-    estimate = ops.where(known, estimate, rest)
-    if lower is None or upper is None:
-        return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
-    lower = ops.where(known[:, :, None], lower, -math.inf)
-    upper = ops.where(known[:, :, None], upper, rest[:, :, None])
-    slack = ops.logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
-    return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
-
-
-def _of_all(field: Field) -> bool:
-    """Return whether scoring reads it of every group."""
-    return not field.best_only and not field.part
+        cache_config, spec = cache.cache_config, cache.spec
+        batch, _, head_dim = q.shape
+        kv_heads = spec.num_kv_heads
+        missing, inside = plan.missing(cache.state[layer]), plan.inside
+        num_missing = plan.num_missing(cache.state[layer])
+        a = ops.float32(q).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
+        # whole units of one head are contiguous in K and in every summary
+        rows = ops.index(q, np.maximum(plan.table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None])
+        stored = fields(cache_config, head_dim)
+        gathered = {
+            name: ops.gather_rows(pool.reshape(spec.num_units * kv_heads, -1), rows).reshape(
+                batch, kv_heads, -1, *pool.shape[3:]
+            )
+            for name, pool in cache.summaries[layer].items()
+            if not (stored[name].best_only or stored[name].part)  # which are read of the best groups
+        }
+        if cache_config.method_spec.reads_keys:
+            keys = pages.tiles_of(ops, cache.k[layer], rows, cache_config.unit_tokens)
+            gathered = {"keys": keys.reshape(batch, kv_heads, -1, cache_config.S, head_dim)}
+        constants = cache.constants(layer)
+        if cache_config.method_spec.by_place:
+            length = ops.on(q, plan.lengths)[:, None, None, None]
+            constants = constants | {"groups": ops.arange(q, 0, plan.num_groups), "length": length}
+        estimates, lower, upper = score_summary(ops, cache_config, constants, gathered, a)
+        known, unknown = ops.on(q, inside & ~missing)[:, None, :], ops.on(q, missing)[:, None, :]
+        # the groups that were not scored: without a summary, and past the end
+        rest = ops.where(unknown, math.inf, -math.inf)
+        anchor = anchors(ops, cache, layer, q, ops.index(q, plan.table[:, 0]), plan.config.selection_config)
+        estimate = ops.where(known, combined(ops, estimates, anchor, plan.sums_after(0, head_dim)), -math.inf)
+        race = Race(ops.broadcast_to(known, estimate.shape), gathered, None)
+        for part in range(2, 2 + len(plan.cascaded(head_dim))):
+            estimate, race = _read_on(ops, cache, layer, a, anchor, estimate, race, plan, part)
+        if plan.config.selection_config.rescore:
+            estimate, race = _read_on(ops, cache, layer, a, anchor, estimate, race, plan, None)
+        estimate = ops.where(known, estimate, rest)
+        if lower is None or upper is None:
+            return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
+        lower = ops.where(known[:, :, None], lower, -math.inf)
+        upper = ops.where(known[:, :, None], upper, rest[:, :, None])
+        slack = ops.logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
+        return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
 
 
 def _read_on(

@@ -177,7 +177,7 @@ class CacheConfig:
             self.correction_tokens == 0
             or (unit <= self.correction_tokens <= MAX_GROUP_TOKENS and self.correction_tokens % unit == 0),
             f"eps-correction-tokens {self.correction_tokens} is not a multiple, up to {MAX_GROUP_TOKENS}, of the "
-            f"{unit} tokens of a page or group: use {self._default_correction()}, or 0 to drop what is skipped",
+            f"{unit} tokens of a page or group: use {self.default_correction()}, or 0 to drop what is skipped",
         )
 
     def _settle_mean(self) -> None:
@@ -227,14 +227,10 @@ class CacheConfig:
             "use pages or a skipped-mass correction of 64 tokens"
         )
 
-    def _default_correction(self) -> int:
+    def default_correction(self) -> int:
         """About DEFAULT_CORRECTION_TOKENS, in whole pages and groups."""
         unit = max(self.block_size, self.group_size or 0)
         return unit * max(DEFAULT_CORRECTION_TOKENS // unit, 1)
-
-    def with_correction(self) -> Self:
-        """The same with a skipped-mass correction of the usual length."""
-        return replace(self, correction_tokens=self._default_correction())
 
     # Derived once: every layer of every step asks. `__post_init__` asks of each only when its settings are settled
 

@@ -22,6 +22,7 @@ from eps_core.summaries import table
 EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "cascade": [], "budget_floor": 0, "combine": "max"}
 _STORED = {field.name for field in fields(CacheConfig)} - {"bits", "second_bit", "parts"}
 _GROUP = {"group_size", "group_blocks"}  # two ways to say one thing
+USUAL_READ = SelectionConfig()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,14 +91,10 @@ class EpsConfig:
         self._check()
 
     @classmethod
-    def over(cls, cache_config: CacheConfig, selection_config: SelectionConfig | None = None) -> Self:
-        """Return the config of a store and a read (None: the usual one) as they are: all settings count as given.
-        Raises ConfigError where the store cannot be read so."""
-        return cls._over(cache_config, SelectionConfig() if selection_config is None else selection_config)
-
-    @classmethod
     @lru_cache  # every step asks
-    def _over(cls, cache_config: CacheConfig, selection_config: SelectionConfig) -> Self:
+    def over(cls, cache_config: CacheConfig, selection_config: SelectionConfig = USUAL_READ) -> Self:
+        """Return the config of a store and a read as they are: all settings count as given. Raises ConfigError where
+        the store cannot be read so."""
         config = object.__new__(cls)
         config.__dict__.update(cache_config=cache_config, selection_config=selection_config)
         config.__dict__.update(config.to_dict())
@@ -105,9 +102,8 @@ class EpsConfig:
         return config
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, EpsConfig) and (self.cache_config, self.selection_config) == (
-            other.cache_config,
-            other.selection_config,
+        return isinstance(other, EpsConfig) and (
+            self.cache_config == other.cache_config and self.selection_config == other.selection_config
         )
 
     def __hash__(self) -> int:
@@ -165,25 +161,21 @@ class EpsConfig:
         usual = method_spec.unit
         rescore = min([0.0 if usual is None else usual.rescore, *flat.get("cascade", ())])
         least = flat.get("rescore", rescore)  # what is read on was read whole
+        stages = () if usual is None or cache_config.rq_bounds else usual.cascade
         anchored = flat.get("num_sink_tokens", method_spec.sink_recent[0]) >= 1
+        sums = cache_config.sums_heads and flat.get("policy", "topk") == "topk" and anchored
         defaults = {
             "budget": method_spec.budget,
             # a budget that is given is read as it is
             "budget_floor": 0 if flat.keys() & {"budget", "top_pages"} else method_spec.budget_floor,
-            "cascade": ()
-            if usual is None or cache_config.rq_bounds
-            else tuple(max(part, least) for part in usual.cascade),
+            "cascade": tuple(max(part, least) for part in stages),
             "rescore": rescore,
             "num_sink_tokens": method_spec.sink_recent[0],
             "num_recent_tokens": method_spec.sink_recent[1],
-            "combine": "sum"
-            if cache_config.sums_heads and flat.get("policy", "topk") == "topk" and anchored
-            else "max",
+            "combine": "sum" if sums else "max",
         }
         try:
-            return SelectionConfig(
-                **{**defaults, **{name: value for name, value in flat.items() if name not in _STORED}}
-            )
+            return SelectionConfig(**defaults | {name: value for name, value in flat.items() if name not in _STORED})
         except ConfigError:
             if cache_config.enabled:
                 raise
@@ -216,11 +208,9 @@ class EpsConfig:
 
     def with_correction(self) -> Self:
         """The same with a skipped-mass correction of the usual length."""
-        return (
-            self.replace(correction_tokens=self.cache_config.with_correction().correction_tokens)
-            if self.cache_config.enabled
-            else self
-        )
+        if not self.cache_config.enabled:
+            return self
+        return self.replace(correction_tokens=self.cache_config.default_correction())
 
     def reads_all(self, layer: int, lengths: Iterable[int]) -> bool:
         """Return whether a step needs no score in a layer: it is dense, or every sequence is shorter than `min_context`
@@ -251,14 +241,12 @@ class EpsConfig:
     def budget_groups(self, length: int) -> int:
         """Groups that `topk` selects of a sequence of `length` tokens, sink and recent tokens included; at least 1, and
         all of them (the open one too) where the budget covers every token."""
-        if self.selection_config.top_pages is not None:
-            return self.selection_config.top_pages
         selection_config = self.selection_config
-        tokens = (
-            max(selection_config.budget * length, selection_config.budget_floor)
-            if selection_config.budget <= 1
-            else selection_config.budget
-        )
+        if selection_config.top_pages is not None:
+            return selection_config.top_pages
+        tokens = selection_config.budget
+        if tokens <= 1:
+            tokens = max(tokens * length, selection_config.budget_floor)
         if tokens >= length:
             return -(-length // self.cache_config.S)
         # the small term undoes binary fractions: 0.1 * 40960 must be 4096 tokens
@@ -266,11 +254,8 @@ class EpsConfig:
 
     def rescored_groups(self, length: int) -> int:
         """Groups of a sequence of `length` tokens, per kv head, whose rescoring bit scoring reads."""
-        return (
-            self._scored(self.selection_config.rescore, length)
-            if self.cache_config.enabled and self.selection_config.rescore
-            else 0
-        )
+        share = self.selection_config.rescore
+        return self._scored(share, length) if self.cache_config.enabled and share else 0
 
     def _scored(self, share: float, length: int) -> int:
         """Groups that scoring reads on in: a share of all, and under topk at least twice those that are selected, which

@@ -1,4 +1,4 @@
-"""Checks of a write or a read, and the count of K that is read again: no array mathematics."""
+"""Checks of a write or a read, and what every cache says of its parts: no array mathematics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,12 +32,24 @@ def check_query(spec: CacheSpec, shape: Sequence[int]) -> None:
 
 
 class CountsRereads:
-    """Counts the rows of K that a cache reads again to finalize groups: those of V for a correction."""
+    """A cache's own summaries and those beside it, and the rows of K that it reads again to finalize groups: those of V
+    for a correction."""
 
     spec: CacheSpec
+    cache_config: CacheConfig
+    centroid: list[Any]  # of key codes, layer by layer, once it is known
     bound: Any  # the caches of the summaries beside it, or None
     correction: Any
     tokens_reread: int  # of all layers; every kv head's rows are read
+
+    def can_encode(self, layer: int) -> bool:
+        """Return whether full groups have summaries: key codes wait for their centroid."""
+        return not self.cache_config.needs_centroid or self.centroid[layer] is not None
+
+    def parts(self) -> list[Any]:
+        """Return the cache and those beside it, of bounds and of the skipped-mass correction, that have summaries."""
+        beside = (self, self.bound, self.correction)
+        return [one for one in beside if one is not None and one.cache_config.enabled]
 
     @property
     def bytes_k_reread(self) -> int:

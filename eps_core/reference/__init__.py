@@ -11,7 +11,6 @@ from eps_core.reference.attention import (
     attend_correction,
     attend_own,
     attend_rows,
-    merge,
     moved_by,
     unread_share,
     weights,
@@ -40,6 +39,6 @@ from eps_core.reference.cache import (
     write_kv,
     write_kv_tentative,
 )
-from eps_core.reference.drafts import visits
+from eps_core.reference.formulas import merge
 from eps_core.reference.model import load_model
-from eps_core.reference.scoring import bound_error, bounds, extend_selection, score, select, skipped_mass
+from eps_core.reference.scoring import bound_error, bounds, extend_selection, score, select, skipped_mass, visits

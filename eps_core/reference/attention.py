@@ -6,16 +6,15 @@ from eps_core.attention.protocol import RowsRead, Scores, Selection
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.reference import formulas, pages
-from eps_core.reference.cache import DTYPES, Cache, State
+from eps_core.reference.cache import DTYPES, Cache
+from eps_core.reference.formulas import State
 from eps_core.reference.scoring import selection_mask
 from eps_core.reference.selection import missing_groups
 
 QUERY_BLOCK = 256  # queries that the prefill attends at a time; changes speed and memory only
 
 
-def attend(
-    cache: Cache, layer: int, q: np.ndarray, plan: StepPlan, selected: Selection | None
-) -> tuple[np.ndarray, np.ndarray]:
+def attend(cache: Cache, layer: int, q: np.ndarray, plan: StepPlan, selected: Selection | None) -> State:
     """(out [B, Hq, D], lse [B, Hq]) over the selected groups, or over all tokens where `selected` is None."""
     cache_config, size, table, lengths = cache.cache_config, cache.cache_config.S, plan.table, plan.lengths
     batch, num_heads, head_dim = q.shape
@@ -64,15 +63,10 @@ def add_correction(
     cache: Cache, layer: int, plan: StepPlan, scores: Scores, selection: Selection, state: State
 ) -> State:
     """Return `state`, of what was read, merged with `attend_correction`."""
-    return merge(state, attend_correction(cache, layer, plan, scores, selection, state[1]))
+    return formulas.merge(state, attend_correction(cache, layer, plan, scores, selection, state[1]))
 
 
-def merge(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Exact merge of two attentions over disjoint keys: out [.., D], lse [..]."""
-    return formulas.merge(first, second)
-
-
-def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> State:
     """(out [B, Hq, D], lse [B, Hq]) of each token over itself alone: q [B, Hq, D], k, v [B, Hkv, D] as the cache would
     hold them."""
     dtype, repeat = DTYPES[cache.spec.dtype], q.shape[1] // k.shape[1]
@@ -82,13 +76,8 @@ def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tup
 
 
 def attend_correction(
-    cache: Cache,
-    layer: int,
-    plan: StepPlan,
-    scores: Scores,
-    selected: Selection,
-    lse: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+    cache: Cache, layer: int, plan: StepPlan, scores: Scores, selected: Selection, lse: np.ndarray
+) -> State:
     """(out [B, Hq, D], lse [B, Hq]): an estimate of attention over the groups that `selected` left out, to be merged
     with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the mean
     value of the tokens around it, one of the correction's groups. Estimates that were too high for what was read are

@@ -10,6 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from eps_core.backend.moves import unit_arrays
+from eps_core.backend.pages import Pool, arrays_of, each
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.cpu.host import host_name
 from eps_core.errors import ConfigError, overflow
@@ -25,9 +27,6 @@ from eps_core.summaries.table import build_summary
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 
 
-State = tuple[np.ndarray, np.ndarray]  # out and lse of attention
-
-
 @dataclass
 class Cache(CountsRereads):
     """Paged K and V [P, Hkv, U, D] per layer and, under the same index, the summaries [P, Hkv, U/S, ...], S the tokens
@@ -36,8 +35,8 @@ class Cache(CountsRereads):
     spec: CacheSpec
     cache_config: CacheConfig
     device: str
-    k: list[pages.Pool]
-    v: list[pages.Pool]
+    k: list[Pool]
+    v: list[Pool]
     summaries: list[dict[str, np.ndarray]] = field(default_factory=list)
     state: list[GroupState] = field(default_factory=list)
     # running statistics of partial groups [slots, Hkv, ..] float64
@@ -58,10 +57,6 @@ class Cache(CountsRereads):
         values = {name: array if name == "signs" else array[head] for name, array in self.fixed[layer].items()}
         centroid = self.centroid[layer]
         return values if centroid is None else values | {"centre": centroid[head]}
-
-    def can_encode(self, layer: int) -> bool:
-        """Return whether full groups have summaries: key codes wait for their centroid."""
-        return not self.cache_config.needs_centroid or self.centroid[layer] is not None
 
 
 def device_name(device: str = "cpu") -> str:
@@ -96,10 +91,9 @@ def new_cache(spec: CacheSpec, cache_config: CacheConfig, device: str = "cpu", k
         cache.bound = Cache(spec, cache_config.bound_store, device, cache.k, cache.v)
     if cache_config.correction_tokens:
         cache.correction = Cache(spec.of_values(), cache_config.correction_config, device, cache.v, cache.v)
-    for one in (cache, cache.bound, cache.correction):
-        if one is not None and one.cache_config.enabled:
-            check_units(cache_config, one.cache_config)
-            _add_summaries(one)
+    for one in cache.parts():
+        check_units(cache_config, one.cache_config)
+        _add_summaries(one)
     return cache
 
 
@@ -136,19 +130,15 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
 
 def _written(cache: Cache, layer: int, stored: np.ndarray, values: np.ndarray, slots: np.ndarray) -> Cache:
     """Brings everything that is kept besides K and V up to date with rows [N, Hkv, D] as the pools hold them."""
-    keys = stored.astype(np.float64)
     if cache.cache_config.has_bounds and len(slots):
         for largest, array in ((cache.largest_key, stored), (cache.largest_value, values)):
-            norm = np.nan_to_num(np.linalg.norm(array.astype(np.float64), axis=2), nan=np.inf, posinf=np.inf).max(
-                axis=0
-            )
-            largest[layer] = np.maximum(largest[layer], norm)
-    for one, rows in ((cache, keys), (cache.bound, keys), (cache.correction, values.astype(np.float64))):
-        if one is None or not one.cache_config.enabled:
-            continue
+            norm = np.nan_to_num(np.linalg.norm(array.astype(np.float64), axis=2), nan=np.inf, posinf=np.inf)
+            largest[layer] = np.maximum(largest[layer], norm.max(axis=0))
+    for one in cache.parts():
         plan = one.state[layer].plan(slots)
         if one.summaries[layer]:
-            _update_summaries(one, layer, rows, plan)
+            rows = values if one is cache.correction else stored
+            _update_summaries(one, layer, rows.astype(np.float64), plan)
     return cache
 
 
@@ -159,9 +149,8 @@ def write_kv_tentative(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, s
     with np.errstate(over="ignore"):
         for pool, rows in ((cache.k, k), (cache.v, v)):
             pages.write(pool[layer], units, offsets, rows.astype(DTYPES[cache.spec.dtype]))
-    for one in (cache, cache.bound, cache.correction):
-        if one is not None and one.cache_config.enabled:
-            one.state[layer].invalidate(slots)
+    for one in cache.parts():
+        one.state[layer].invalidate(slots)
     return cache
 
 
@@ -183,10 +172,8 @@ def _update_summaries(cache: Cache, layer: int, keys: np.ndarray, plan: WritePla
             return
         cache.centroid[layer] = early.mean(axis=0).astype(np.float16)
         cache.early[layer] = early[:0]
-        full = np.flatnonzero(
-            cache.state[layer].valid(np.arange(cache.spec.num_units * cache.cache_config.spans_per_unit))
-        )
-        for group in full:
+        state = cache.state[layer]
+        for group in np.flatnonzero(state.valid(np.arange(len(state.fill)))):
             _finalize(cache, layer, int(group), _stored_group(cache, layer, int(group), group not in plan.full_groups))
         return
     for group, tokens in zip(plan.full_groups, plan.full_tokens, strict=True):
@@ -228,9 +215,8 @@ def _stored_group(cache: Cache, layer: int, group: int, reread: bool) -> np.ndar
 
 def _finalize(cache: Cache, layer: int, group: int, keys: np.ndarray) -> None:
     for head in range(cache.spec.num_kv_heads):
-        _store(
-            cache, layer, group, head, build_summary(cache.cache_config, cache.constants(layer, head), keys[:, head])
-        )
+        summary = build_summary(cache.cache_config, cache.constants(layer, head), keys[:, head])
+        _store(cache, layer, group, head, summary)
 
 
 def _store(cache: Cache, layer: int, group: int, head: int, summary: base.Summary) -> None:
@@ -242,11 +228,9 @@ def _store(cache: Cache, layer: int, group: int, head: int, summary: base.Summar
 def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
     """Copies whole units with their summaries and partial groups: copy-on-write of a forked sequence's open unit."""
     for layer in range(cache.spec.num_layers):
-        for pool in (*pages.arrays_of(cache.k[layer]), *pages.arrays_of(cache.v[layer])):
+        for pool in (*arrays_of(cache.k[layer]), *arrays_of(cache.v[layer])):
             pool[list(dst)] = pool[list(src)]
-        for one in (cache, cache.bound, cache.correction):
-            if one is None or not one.cache_config.enabled:
-                continue
+        for one in cache.parts():
             for pool in one.summaries[layer].values():
                 pool[list(dst)] = pool[list(src)]
             for source, target in zip(src, dst, strict=True):
@@ -256,23 +240,11 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
     return cache
 
 
-def _unit_arrays(cache: Cache) -> dict[str, np.ndarray]:
-    """Everything of the cache that lies by pool units, [P, ..], by name: K, V (codes and scales), summaries."""
-    found: dict[str, np.ndarray] = {}
-    for layer in range(cache.spec.num_layers):
-        for name, pool in (("k", cache.k[layer]), ("v", cache.v[layer])):
-            found |= {f"layers.{layer}.{name}.{i}": array for i, array in enumerate(pages.arrays_of(pool))}
-        for kind, one in (("summary", cache), ("bound", cache.bound), ("correction", cache.correction)):
-            if one is not None and one.cache_config.enabled:
-                found |= {f"layers.{layer}.{kind}.{name}": pool for name, pool in one.summaries[layer].items()}
-    return found
-
-
 def export_units(cache: Cache, units: Sequence[int]) -> dict[str, np.ndarray]:
     """Return the contents of units [M] as held: name -> [M, ..] on the host, bfloat16 as ml_dtypes' own; under `heads.`
     what else kv heads have: the largest norms behind bounds, [Hkv], and the centroid of key codes, [Hkv, D], zeros
     without one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
-    found = {name: array[np.asarray(units, np.int64)] for name, array in _unit_arrays(cache).items()}
+    found = {name: array[np.asarray(units, np.int64)] for name, array in unit_arrays(cache).items()}
     for layer in range(cache.spec.num_layers):
         if cache.bound is not None:
             centroid = cache.bound.centroid[layer]
@@ -288,14 +260,12 @@ def import_units(cache: Cache, units: Sequence[int], arrays: dict[str, np.ndarra
     """Puts what `export_units` gave of a cache of the same store into units [M], which are full then: their groups are
     valid, and nothing is computed. A cache that takes a centroid must have none, or the same."""
     index = np.asarray(units, np.int64)
-    for name, array in _unit_arrays(cache).items():
+    for name, array in unit_arrays(cache).items():
         array[index] = arrays[name]
     for layer in range(cache.spec.num_layers):
         if cache.bound is not None:
             cache.bound.centroid[layer] = arrays[f"heads.{layer}.bound.centre"]
-        for one in (cache, cache.bound, cache.correction):
-            if one is None or not one.cache_config.enabled:
-                continue
+        for one in cache.parts():
             per_unit = one.cache_config.spans_per_unit
             groups = (index[:, None] * per_unit + np.arange(per_unit)).ravel()
             one.state[layer].mark_written(groups, np.full(len(groups), one.cache_config.span_tokens))
@@ -312,7 +282,7 @@ def grow(cache: Cache, num_units: int) -> Cache:
         return np.concatenate([pool, np.zeros((num_units - len(pool), *pool.shape[1:]), pool.dtype)])
 
     for pools in (cache.k, cache.v):  # which bounds and corrections share
-        pools[:] = [pages.each(pool, longer) for pool in pools]
+        pools[:] = [each(pool, longer) for pool in pools]
     for one in (cache, cache.bound, cache.correction):
         if one is not None:
             one.spec = replace(one.spec, num_units=num_units)

@@ -5,16 +5,14 @@
 
 import numpy as np
 
-State = tuple[np.ndarray, np.ndarray]
+State = tuple[np.ndarray, np.ndarray]  # out and lse of attention
 
 
 def attend_keys(a: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, float]:
     """(out [D], lse): softmax(K a) V and log sum exp(K a). No keys: (0, -inf), the neutral element of `merge`."""
     if not len(k):
         return np.zeros(v.shape[1]), -np.inf
-    logits = k.astype(np.float64) @ a.astype(np.float64)
-    weights = np.exp(logits - logits.max())
-    return weights @ v.astype(np.float64) / weights.sum(), float(logits.max() + np.log(weights.sum()))
+    return average(k.astype(np.float64) @ a.astype(np.float64), v.astype(np.float64))
 
 
 def average(log_masses: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:

@@ -1,28 +1,13 @@
 """How K and V lie: a pool [P, Hkv, U, D] a layer, as they are or as codes with one scale a row (the D elements of a
 token and kv head: `codes`)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from eps_core.backend.pages import CodePool, Pool, arrays_of
 from eps_core.config.formats import AS_THEY_ARE, FORMATS, FormatName
 from eps_core.reference.codes import dequantise, quantise
-
-
-@dataclass
-class CodePool:
-    """K or V as codes [P, Hkv, U, bytes of a row], int8 or uint8, in the format that `bits` names; of 4 bits two lie in
-    a byte, the even dimension in the low ones, int4 as code + 8; scale [P, Hkv, U] float16."""
-
-    codes: np.ndarray
-    scale: np.ndarray
-    bits: FormatName
-    dtype: Any  # of what is read
-
-
-Pool = np.ndarray | CodePool
 
 
 def new_pool(shape: tuple[int, ...], dtype: Any, bits: FormatName) -> Pool:
@@ -60,15 +45,3 @@ def rows_of(pool: Pool, *index: Any) -> np.ndarray:
     if isinstance(pool, np.ndarray):
         return pool[index]
     return dequantise(pool.codes[index], pool.scale[index], pool.bits, pool.dtype)
-
-
-def arrays_of(pool: Pool) -> list[np.ndarray]:
-    """Return the arrays of a pool, each [P, ..]."""
-    return [pool] if isinstance(pool, np.ndarray) else [pool.codes, pool.scale]
-
-
-def each(pool: Pool, change: Callable[[np.ndarray], np.ndarray]) -> Pool:
-    """The pool of its changed arrays."""
-    if isinstance(pool, np.ndarray):
-        return change(pool)
-    return replace(pool, codes=change(pool.codes), scale=change(pool.scale))

@@ -1,5 +1,6 @@
 """The oracle's scores, lists and error bounds over a paged cache, in float64."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -145,20 +146,15 @@ def select(scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
     for b in range(batch):
         n = selection.num_groups(int(lengths[b]), config.cache_config.S)
         for head in range(kv_heads):
-            mask, is_always_selected = selection.selected(
-                config, scores.estimate[b, head, :n], int(lengths[b]), modes[head]
-            )
-            selected_mask[b, head, :n] = mask
-            always_selected[b] = is_always_selected.sum()
-    wanted = selected_mask.sum(axis=2).astype(np.int32) if config.selection_config.scope == "union" else None
+            own = scores.estimate[b, head, :n]
+            selected_mask[b, head, :n], forced = selection.selected(config, own, int(lengths[b]), modes[head])
+            always_selected[b] = forced.sum()
+    wanted = None
     if config.selection_config.scope == "union":
+        wanted = selected_mask.sum(axis=2).astype(np.int32)
         selected_mask[:] = selected_mask.any(axis=1, keepdims=True)
     selected = _selection(selected_mask, always_selected, wanted)
-    if (
-        config.selection_config.policy == "topk"
-        and config.selection_config.scope == "kv-head"
-        and set(modes) == {"gate"}
-    ):
+    if config.selection_config.policy == "topk" and wanted is None and set(modes) == {"gate"}:
         return replace(selected, uniform=selected.counts[:, 0].astype(np.int64))
     return selected
 
@@ -178,6 +174,12 @@ def selection_mask(selected: Selection, num_groups: int) -> np.ndarray:
     for b, head in np.ndindex(*selected.counts.shape):
         selected_mask[b, head, selected.groups[b, head, : selected.counts[b, head]]] = True
     return selected_mask
+
+
+def visits(cache: Cache, drafts: Sequence[tuple[Selection, int] | None], num_groups: int) -> np.ndarray:
+    """[T, Hkv, G] bool of what T steps selected: of each a selection and which of its sequences, None for all."""
+    every = np.ones((cache.spec.num_kv_heads, num_groups), bool)
+    return np.stack([every if one is None else selection_mask(one[0], num_groups)[one[1]] for one in drafts])
 
 
 def bound_error(

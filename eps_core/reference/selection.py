@@ -87,14 +87,9 @@ def selected(config: EpsConfig, estimate: np.ndarray, length: int, mode: str = "
     always_selected = sink_and_recent(config, length) | np.isposinf(estimate)
     if mode == "dense":
         return np.ones_like(always_selected), always_selected
-    if mode == "window":
-        selected_mask = always_selected.copy()
-        if not selected_mask.any():
-            selected_mask[best_first(estimate)[0]] = True
-        return selected_mask, always_selected
-    if config.selection_config.policy == "topk":
+    if mode == "gate" and config.selection_config.policy == "topk":
         return select_topk(config, estimate, always_selected, length), always_selected
-    selected_mask = select_threshold(config, estimate, always_selected)
+    selected_mask = always_selected.copy() if mode == "window" else select_threshold(config, estimate, always_selected)
     if not selected_mask.any():  # attention over nothing has no meaning
         selected_mask[best_first(estimate)[0]] = True
     return selected_mask, always_selected

@@ -98,9 +98,10 @@ def build(ops: Ops, cache_config: CacheConfig, constants: Summary, k: Array) -> 
     levels = levels_of(ops, positive, 1)
     scale = ops.to_byte(scale_of(ops, x, levels))
     summary = fields | {"scale": scale}
-    dims = part_dims(cache_config, k.shape[-1])
-    for name, part in zip(PARTS[len(dims)], ops.split(positive, dims), strict=True):
-        summary[name] = pack_codes(ops, part, 1)
+    dims, start = part_dims(cache_config, k.shape[-1]), 0
+    for name, own in zip(PARTS[len(dims)], dims, strict=True):
+        summary[name] = pack_codes(ops, positive[..., start : start + own], 1)
+        start += own
     summary["codes"] = summary["codes"].swapaxes(-1, -2)
     if cache_config.second_bit:
         second, second_scale = _second_bit(ops, x, levels)
