@@ -22,7 +22,6 @@ from eps_core.summaries import table
 EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "cascade": [], "budget_floor": 0, "combine": "max"}
 _STORED = {field.name for field in fields(CacheConfig)} - {"bits", "second_bit", "parts"}
 _GROUP = {"group_size", "group_blocks"}  # two ways to say one thing
-USUAL_READ = SelectionConfig()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,10 +90,14 @@ class EpsConfig:
         self._check()
 
     @classmethod
+    def over(cls, cache_config: CacheConfig, selection_config: SelectionConfig | None = None) -> Self:
+        """Return the config of a store and a read (None: the usual one) as they are: all settings count as given.
+        Raises ConfigError where the store cannot be read so."""
+        return cls._over(cache_config, SelectionConfig() if selection_config is None else selection_config)
+
+    @classmethod
     @lru_cache  # every step asks
-    def over(cls, cache_config: CacheConfig, selection_config: SelectionConfig = USUAL_READ) -> Self:
-        """Return the config of a store and a read as they are: all settings count as given. Raises ConfigError where
-        the store cannot be read so."""
+    def _over(cls, cache_config: CacheConfig, selection_config: SelectionConfig) -> Self:
         config = object.__new__(cls)
         config.__dict__.update(cache_config=cache_config, selection_config=selection_config)
         config.__dict__.update(config.to_dict())
