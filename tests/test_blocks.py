@@ -90,19 +90,6 @@ def test_out_of_units_names_the_numbers_and_changes_nothing():
     memory.pool.check()
 
 
-def test_a_freed_prefix_is_revived():
-    memory = Memory(8, 4)
-    prompt = list(range(9))
-    first, _ = memory.open(prompt)
-    memory.pool.publish(first)
-    units = first.table[:2].tolist()
-    memory.pool.free(first)
-    assert memory.pool.num_free == 8
-    second, shared = memory.open(prompt)
-    assert shared == 8 and second.table[:2].tolist() == units and memory.read(second) == prompt
-    memory.pool.check()
-
-
 def test_reuse_drops_the_hash_and_takes_the_end_of_a_prompt_first():
     memory = Memory(4, 4)
     prompt = list(range(13))  # three full units and an open one, which is reused first
@@ -182,52 +169,24 @@ def test_misuse_is_an_assertion():
         PagePool(0, 16)
 
 
-def double_count(pool, sequence):
-    pool.ref_counts[sequence.table[0]] += 1
+DAMAGES = {
+    "a unit counted twice": lambda pool, s: pool.ref_counts.__setitem__(s.table[0], 2),
+    "a free unit lost": lambda pool, s: pool._free.popitem(),
+    "a used unit freed": lambda pool, s: pool._free.update({s.table[0]: None}),
+    "a token changed": lambda pool, s: s.tokens.__setitem__(0, s.tokens[0] + 1),
+    "the open unit published": lambda pool, s: pool._hash_of.__setitem__(s.table[-1], b"open"),
+    "one direction forgotten": lambda pool, s: pool._unit_of.popitem(),
+    "a table shortened": lambda pool, s: s.table.pop(),
+}
 
 
-def lose_a_free_unit(pool, sequence):
-    pool._free.popitem()
-
-
-def free_a_used_unit(pool, sequence):
-    pool._free[sequence.table[0]] = None
-
-
-def change_a_token(pool, sequence):
-    sequence.tokens[0] += 1
-
-
-def publish_the_open_unit(pool, sequence):
-    pool._hash_of[sequence.table[-1]] = b"open"
-
-
-def forget_one_direction(pool, sequence):
-    pool._unit_of.popitem()
-
-
-def shorten_a_table(pool, sequence):
-    sequence.table.pop()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        double_count,
-        lose_a_free_unit,
-        free_a_used_unit,
-        change_a_token,
-        publish_the_open_unit,
-        forget_one_direction,
-        shorten_a_table,
-    ],
-)
-def test_check_finds_damage(damage):
+@pytest.mark.parametrize("name", DAMAGES)
+def test_check_finds_damage(name):
     memory = Memory(8, 4)
     sequence, _ = memory.open(list(range(10)))
     memory.pool.publish(sequence)
     memory.pool.check()
-    damage(memory.pool, sequence)
+    DAMAGES[name](memory.pool, sequence)
     with pytest.raises(AssertionError):
         memory.pool.check()
 
@@ -510,11 +469,6 @@ def test_impossible_writes_change_nothing(slots):
     with pytest.raises(AssertionError):
         state.plan(np.array(slots))
     assert not state.fill.any() and not state._open
-
-
-def test_empty_write():
-    plan = GroupState(2, config_of(4).cache_config, 2).plan(np.array([], dtype=np.int64))
-    assert plan.full_groups.size == plan.part_groups.size == 0 and plan.full_tokens.shape == (0, 4)
 
 
 def test_what_a_live_sequence_holds_is_found_after_its_first_copy_was_reused() -> None:

@@ -6,7 +6,6 @@ from conftest import TARGETS, bound
 from test_conformance import Case, FilledCase, eps
 
 from eps_core.config.bytes import scoring_bytes
-from eps_core.load import load_backend
 
 
 class Counter:
@@ -77,14 +76,6 @@ def test_the_plan_counts_gathered_tiles(target, counter, name, dtype):
     assert expected < 187 * 2 * case.spec.kv_token_bytes
 
 
-def score_once(backend, device, counter, case: Case) -> int:
-    """Counts what scoring all of a case's sequences gathers; how many these are."""
-    one = FilledCase(backend, device, case)
-    counter.gathered = 0
-    backend.score(one.cache, 0, one.native, one.plan)
-    return len(case.lengths)
-
-
 # stages: bytes of each part of a code of 64 dimensions
 PARTS = {(): [8], (0.25,): [4, 4], (0.5, 0.2): [2, 2, 4]}
 
@@ -102,18 +93,11 @@ def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, coun
         best = [np.ceil(share * -(-length // 2)) for share in (*cascade, 0.0625)]
         return -(-length // 64) * (32 + 2 + 32 * (1 + first)) + int(np.dot(best, [*later, 8 + 1]))
 
-    batch = score_once(*target, counter, case)
+    one = FilledCase(*target, case)
+    counter.gathered = 0
+    one.backend.score(one.cache, 0, one.native, one.plan)
     assert scoring_bytes(case.config, 64, lengths) == sum(map(read, lengths))
-    assert counter.gathered == 2 * batch * read(608)
-
-
-def bounded(backend, device, lengths, bits, method, **settings):
-    """(cache, scores, selection, the bytes of codes that bounds read, and what they are over) of one sparse layer."""
-    case = Case(lengths, eps(method, bound_bits=bits, correction_tokens=0, **settings), dtype="bfloat16")
-    one = FilledCase(backend, device, case)
-    scores = backend.score(one.cache, 0, one.native, one.plan)
-    selected = backend.select(scores, one.plan)
-    return case.config, one.cache, (one.native, one.plan, scores, selected)
+    assert counter.gathered == 2 * len(lengths) * read(608)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -122,30 +106,18 @@ def test_bounds_gather_the_codes_of_unvisited_groups_alone(target, counter, meth
     backend, device = target
     key_bytes = 16 * bits // 8 + 2 + 3 * 2
     for lengths in ((400,), (400, 290)):
-        config, cache, given = bounded(backend, device, lengths, bits, method)
-        left = given[1].ends[:, None] - backend.to_numpy(given[-1].counts)
+        case = Case(lengths, eps(method, bound_bits=bits, correction_tokens=0), dtype="bfloat16")
+        one = FilledCase(backend, device, case)
+        scores = backend.score(one.cache, 0, one.native, one.plan)
+        selected = backend.select(scores, one.plan)
+        left = one.plan.ends[:, None] - backend.to_numpy(selected.counts)
         for name in ("k", "v"):  # no key and no value is looked at
-            setattr(cache, name, None)
+            setattr(one.cache, name, None)
         counter.gathered = 0
-        backend.bounds(cache, 0, *given)
+        backend.bounds(one.cache, 0, one.native, one.plan, scores, selected)
+        size = case.config.cache_config.S
         # a gather pads to the longest list, which is not counted
-        assert counter.gathered == int(left.max()) * left.size * config.cache_config.S * key_bytes
-        counted = given[1].bound_bytes(cache.spec, int(left.sum()))
-        assert counted == left.sum() * config.cache_config.S * key_bytes
+        assert counter.gathered == int(left.max()) * left.size * size * key_bytes
+        counted = one.plan.bound_bytes(case.spec, int(left.sum()))
+        assert counted == left.sum() * size * key_bytes
         assert counter.gathered == counted or len(lengths) > 1
-
-
-@pytest.mark.parametrize("mean_tokens", [32, 64])
-def test_rq_codes_are_equal_in_mlx_and_torch(mean_tokens):
-    """One-bit codes and visit lists must not depend on the library: the mean and the rotation are prescribed sums."""
-    case = Case((700,), eps("rq", group_size=2, mean_tokens=mean_tokens), head_dim=64, dtype="bfloat16", chunk=333)
-    found = []
-    for name in ("mlx", "cuda"):
-        backend = load_backend(name)
-        one = FilledCase(backend, "cpu", case, 3)
-        groups = backend.select(backend.score(one.cache, 0, one.native, one.plan), one.plan).groups
-        summaries = one.cache.summaries[0]
-        shared = [summaries[name] for name in ("mean", "mean_scale", "rest")]
-        found.append([backend.to_numpy(x) for x in (*shared, summaries["codes"], summaries["second"], groups)])
-    for mine, other in zip(*found, strict=True):
-        assert np.array_equal(mine, other)

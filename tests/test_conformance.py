@@ -1,6 +1,7 @@
 """Requirements on a backend: its functions against the float64 reference, for odd shapes, dtypes, methods, policies.
 
-`run_case` drives a backend through one case of `CASES`, stage by stage, and asserts at every stage:
+`test_backend_follows_the_oracle` drives a backend through one case of `CASES`, stage by stage, and asserts at every
+stage:
 
 1. `write_kv` stores K and V bit for bit, summaries in the stated number of bytes          (check_storage)
 2. `score` estimates every group, and its bounds enclose the true masses                   (check_scores, check_scoring)
@@ -31,6 +32,7 @@ from places import place
 
 from eps_core import reference
 from eps_core.attention.protocol import Scores, Selection
+from eps_core.backend.pages import arrays_of
 from eps_core.config.bytes import scoring_bytes, summary_group_bytes
 from eps_core.config.cache import EVALUATION_METHODS, METHODS, CacheSpec
 from eps_core.config.eps import EpsConfig
@@ -41,7 +43,6 @@ from eps_core.kv_cache.pool import PagePool
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.models.config import read_spec
 from eps_core.reference import codes
-from eps_core.reference import selection as oracle_selection
 from eps_core.reference.formulas import attend_keys, group_masses
 from eps_core.summaries import base as oracle_summaries
 
@@ -72,16 +73,15 @@ class Case:
     @property
     def spec(self) -> CacheSpec:
         k_bits, v_bits = self.bits
-        return CacheSpec(
-            1, self.num_kv_heads, self.head_dim, case_units(self), self.dtype, k_bits=k_bits, v_bits=v_bits
-        )
+        units = sum(-(-length // self.config.cache_config.unit_tokens) for length in self.lengths) + 2
+        return CacheSpec(1, self.num_kv_heads, self.head_dim, units, self.dtype, k_bits=k_bits, v_bits=v_bits)
 
     def __str__(self) -> str:
-        c = self.config
         lengths = "+".join(map(str, self.lengths))
-        unit = f"-U{c.cache_config.mean_tokens}" if c.cache_config.mean_tokens else ""
+        kept, read = self.config.cache_config, self.config.selection_config
+        unit = f"-U{kept.mean_tokens}" if kept.mean_tokens else ""
         return (
-            f"{c.cache_config.method}-S{c.cache_config.S}{unit}-{c.selection_config.policy}-{c.selection_config.scope}-tail{c.cache_config.correction_tokens}-T{lengths}"
+            f"{kept.method}-S{kept.S}{unit}-{read.policy}-{read.scope}-tail{kept.correction_tokens}-T{lengths}"
             f"-{self.num_heads}q{self.num_kv_heads}kv-D{self.head_dim}-{self.dtype}-{self.kind}"
             + (f"-K{self.bits[0]}V{self.bits[1]}" if self.spec.quantised else "")
         )
@@ -215,7 +215,7 @@ def make_kv(case: Case, rng: np.random.Generator) -> tuple[list[np.ndarray], lis
 
 def write_all(backend: ModuleType, device: str, case: Case, cache, keys, values):
     """Prefill in chunks, then the last tokens of all sequences together, one at a time, as a decode does."""
-    pool = PagePool(case_units(case), case.config.cache_config.unit_tokens)
+    pool = PagePool(case.spec.num_units, case.config.cache_config.unit_tokens)
     sequences = [pool.open([])[0] for _ in case.lengths]
 
     def give(array: np.ndarray):
@@ -241,10 +241,6 @@ def write_all(backend: ModuleType, device: str, case: Case, cache, keys, values)
     return cache, pool.table(sequences), pool.lengths(sequences)
 
 
-def case_units(case: Case) -> int:
-    return sum(-(-length // case.config.cache_config.unit_tokens) for length in case.lengths) + 2
-
-
 class FilledCase:
     """A cache that holds the tokens of a case, and a query of every sequence."""
 
@@ -265,29 +261,56 @@ class FilledCase:
         cache = reference.new_cache(self.case.spec, self.case.config.cache_config)
         return write_all(reference, "cpu", self.case, cache, self.keys, self.values)[0]
 
+    @cached_property
+    def truth(self) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+        """[B][Hq] of (log masses [G], dense output [D]) of a query head: float64, of K and V as attention reads."""
+        case, found = self.case, []
+        repeat, size = case.num_heads // case.num_kv_heads, case.config.cache_config.S
+        for b, q in enumerate(self.q.astype(np.float64) / np.sqrt(case.head_dim)):
+            found.append([])
+            for r, a in enumerate(q):
+                k, v = (as_read(case, x[b][:, r // repeat], i) for i, x in enumerate((self.keys, self.values)))
+                found[-1].append((group_masses(a, k, size), attend_keys(a, k, v)[0]))
+        return found
+
+    @property
+    def allowance(self) -> float:
+        """Rounding of a float32 logit."""
+        return allowance(self.case, self.keys, self.q)
+
     def give(self, array: np.ndarray, dtype: str = "float32"):
         return self.backend.from_numpy(np.ascontiguousarray(array), dtype, self.device)
 
-    def attended(self, selected):
+    def host(self, array) -> np.ndarray:
+        return self.backend.to_numpy(array).astype(np.float64)
+
+    def attended(self, selected) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse) over a selection, None for everything; both are the reference's."""
-        given = (self.q, self.native, self.table, self.lengths, selected)
-        return check_attend(self.backend, self.case, self.cache, self.ref_cache, *given)
+        out, lse = (self.host(x) for x in self.backend.attend(self.cache, 0, self.native, self.plan, selected))
+        host = None if selected is None else selection_on_host(self.backend, selected)
+        expected_out, expected_lse = reference.attend(self.ref_cache, 0, self.q, self.plan, host)
+        units = np.arange(self.case.spec.num_units)
+        stored, _ = reference.read_kv(self.ref_cache, 0, units, len(units) * self.case.config.cache_config.unit_tokens)
+        tolerance = allowance(self.case, [stored.astype(np.float32)], self.q)
+        assert out.shape == expected_out.shape and lse.shape == expected_lse.shape
+        assert np.abs(lse - expected_lse).max() <= 4 * tolerance
+        assert np.abs(out - expected_out).max() <= 16 * tolerance
+        return out, lse
 
 
-def run_case(backend: ModuleType, device: str, case: Case) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_backend_follows_the_oracle(target, case):
+    backend, device = target
     one = FilledCase(backend, device, case, sum(case.lengths) + case.head_dim)
-    keys, values, q, q_native = one.keys, one.values, one.q, one.native
-    cache, table, lengths, plan = one.cache, one.table, one.lengths, one.plan
-    ref_cache, attended = one.ref_cache, one.attended
-    check_storage(backend, case, cache, ref_cache)
+    cache, plan = one.cache, one.plan
+    check_storage(one)
     if not case.config.cache_config.enabled:
         assert cache.summaries == [] and cache.state == [] and cache.open == [] and cache.centroid == []
-        attended(None)
+        one.attended(None)
         return
-    scores = backend.score(cache, 0, q_native, plan)
-    expected = reference.score(ref_cache, 0, q, plan)
-    check_scores(backend, case, scores, expected, q, keys, table, lengths)
-    check_scoring(backend, case, cache, ref_cache, scores, q, keys, table, lengths)
+    scores = backend.score(cache, 0, one.native, plan)
+    check_scores(one, scores)
+    check_scoring(one, scores)
     # selection is judged on the backend's own scores: what must agree is the rule, not the last bit of an estimate
     own = scores_on_host(backend, scores)
     selected = backend.select(scores, plan)
@@ -297,40 +320,37 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
     assert (selected.wanted is None) == (case.config.selection_config.scope == "kv-head")
     skipped = backend.to_numpy(backend.skipped_mass(scores, selected))
     assert np.allclose(skipped, reference.skipped_mass(own, wanted), atol=1e-4)
-    attended(selected)
-    check_tail(backend, case, cache, ref_cache, q_native, scores, selected, table, lengths)
+    one.attended(selected)
+    check_tail(one, scores, selected)
     all_of_it = case.config.replace(policy="topk", budget=1.0, top_pages=None)
-    everything = backend.select(scores, StepPlan.of(all_of_it, table, lengths))
-    everywhere = attended(everything)
-    dense = attended(None)
-    check_tail(backend, case, cache, ref_cache, q_native, scores, everything, table, lengths)
-    for one, other in zip(everywhere, dense, strict=True):  # every group visited is dense attention
-        assert np.allclose(one, other, atol=4 * allowance(case, keys, q))
+    everything = backend.select(scores, StepPlan.of(all_of_it, one.table, one.lengths))
+    everywhere, dense = one.attended(everything), one.attended(None)
+    check_tail(one, scores, everything)
+    for got, want in zip(everywhere, dense, strict=True):  # every group visited is dense attention
+        assert np.allclose(got, want, atol=4 * one.allowance)
     if not case.config.cache_config.has_bounds:
         with pytest.raises(ValueError, match=f"method {case.config.cache_config.method} has no bounds"):
-            backend.bound_error(cache, 0, scores, selected, *backend.attend(cache, 0, q_native, plan, selected))
+            backend.bound_error(cache, 0, scores, selected, *backend.attend(cache, 0, one.native, plan, selected))
         return
-    truth = Truth(case, q, keys, values, lengths)
-    state = backend.attend(cache, 0, q_native, plan, everything)
-    mass, error = check_certificate(backend, case, cache, ref_cache, scores, everything, state, truth)
+    state = backend.attend(cache, 0, one.native, plan, everything)
+    mass, error = check_certificate(one, scores, everything, state)
     assert (mass == 0).all() and (error == 0).all()
-    state = backend.attend(cache, 0, q_native, plan, selected)
-    check_certificate(backend, case, cache, ref_cache, scores, selected, state, truth)
+    state = backend.attend(cache, 0, one.native, plan, selected)
+    check_certificate(one, scores, selected, state)
     for epsilon in EPSILONS:
         config = case.config.replace(epsilon=epsilon)
         extra, whole = backend.extend_selection(config.selection_config, scores, selected, state[1])
         check_escalation(backend, config, own, selected, backend.to_numpy(state[1]), extra, whole)
-        check_tail(backend, case, cache, ref_cache, q_native, scores, whole, table, lengths)
-        rest = backend.attend(cache, 0, q_native, plan, extra)
-        merged = backend.merge(state, rest)
-        for got, want in zip(merged, attended(whole), strict=True):
-            assert np.abs(backend.to_numpy(got) - want).max() <= 16 * allowance(case, keys, q)
-        mass, _ = check_certificate(backend, case, cache, ref_cache, scores, whole, merged, truth)
+        check_tail(one, scores, whole)
+        merged = backend.merge(state, backend.attend(cache, 0, one.native, plan, extra))
+        for got, want in zip(merged, one.attended(whole), strict=True):
+            assert np.abs(backend.to_numpy(got) - want).max() <= 16 * one.allowance
+        mass, _ = check_certificate(one, scores, whole, merged)
         assert (mass <= epsilon).all(), "strict left more than epsilon uncertified"
         if epsilon == 0:
-            assert (backend.to_numpy(whole.counts) == -(-lengths // config.cache_config.S)[:, None]).all()
+            assert (backend.to_numpy(whole.counts) == plan.ends[:, None]).all()
             for got, want in zip(merged, dense, strict=True):
-                assert np.abs(backend.to_numpy(got) - want).max() <= 16 * allowance(case, keys, q)
+                assert np.abs(backend.to_numpy(got) - want).max() <= 16 * one.allowance
 
 
 # Checks of one stage
@@ -364,9 +384,8 @@ def check_selection(backend, selected: Selection, wanted: Selection) -> None:
     counts, groups = backend.to_numpy(selected.counts), backend.to_numpy(selected.groups)
     assert (counts == wanted.counts).all()
     for b, head in np.ndindex(*counts.shape):
-        got = groups[b, head, : counts[b, head]]
-        assert got.tolist() == wanted.groups[b, head, : counts[b, head]].tolist()
-        assert (groups[b, head, counts[b, head] :] == -1).all()
+        got, padding = np.split(groups[b, head], [counts[b, head]])
+        assert got.tolist() == wanted.groups[b, head, : counts[b, head]].tolist() and (padding == -1).all()
     assert (selected.always_selected == wanted.always_selected).all()
     assert (selected.wanted is None) == (wanted.wanted is None)
     if selected.wanted is not None:
@@ -375,46 +394,23 @@ def check_selection(backend, selected: Selection, wanted: Selection) -> None:
         assert (counts == np.asarray(selected.uniform)[:, None]).all()
 
 
-class Truth:
-    """float64, from keys and values as attention reads them: masses[b][r] [G], dense[b][r] [D] of each query head,
-    and what one float32 output of an attention may be off by."""
-
-    def __init__(self, case: Case, q, keys, values, lengths) -> None:
-        self.repeat, self.allowance = case.num_heads // case.num_kv_heads, 16 * allowance(case, keys, q)
-        self.masses, self.dense = [], []
-        for b in range(len(lengths)):
-            masses, dense = [], []
-            for r in range(case.num_heads):
-                head, a = r // self.repeat, q[b, r].astype(np.float64) / np.sqrt(case.head_dim)
-                k, v = (as_read(case, x[b][:, head], i) for i, x in enumerate((keys, values)))
-                masses.append(group_masses(a, k, case.config.cache_config.S))
-                dense.append(attend_keys(a, k, v)[0])
-            self.masses.append(masses)
-            self.dense.append(dense)
-
-    def unread(self, b: int, r: int, selected_mask: np.ndarray) -> float:
-        """The share of the softmax of query head r outside visit [G]."""
-        masses = self.masses[b][r]
-        left = masses[~selected_mask[: len(masses)]]
-        return float(np.exp(np.logaddexp.reduce(left) - np.logaddexp.reduce(masses))) if len(left) else 0.0
-
-
-def check_certificate(backend, case: Case, cache, ref_cache, scores, selected, state, truth: Truth):
+def check_certificate(one: FilledCase, scores, selected, state) -> tuple[np.ndarray, np.ndarray]:
     """(mass, error) bounded of attention `state` over `selected`: as the oracle computes them from the same scores,
     and valid for every query head."""
-    error_bound = backend.bound_error(cache, 0, scores, selected, *state)
-    mass, error = (backend.to_numpy(x).astype(np.float64) for x in (error_bound.mass, error_bound.error))
-    out, lse = (backend.to_numpy(x).astype(np.float64) for x in state)
-    own, host = scores_on_host(backend, scores), selection_on_host(backend, selected)
-    want = reference.bound_error(ref_cache, 0, own, host, out, lse)
+    error_bound = one.backend.bound_error(one.cache, 0, scores, selected, *state)
+    mass, error, out, lse = (one.host(x) for x in (error_bound.mass, error_bound.error, *state))
+    own, host = scores_on_host(one.backend, scores), selection_on_host(one.backend, selected)
+    want = reference.bound_error(one.ref_cache, 0, own, host, out, lse)
     assert mass.shape == error.shape == want.mass.shape
     assert np.allclose(mass, want.mass, rtol=1e-4, atol=TINY) and np.allclose(error, want.error, rtol=1e-4, atol=TINY)
-    selected_mask = selection_mask(backend, selected, own.estimate.shape[2])
-    rounding = truth.allowance * np.sqrt(case.head_dim)
+    selected_mask = selection_mask(one.backend, selected, own.estimate.shape[2])
+    rounding = 16 * one.allowance * np.sqrt(one.case.head_dim)
     for b, r in np.ndindex(lse.shape):
-        head = r // truth.repeat
-        assert truth.unread(b, r, selected_mask[b, head]) <= mass[b, head] + TINY, "more is unread than bounded"
-        distance = np.linalg.norm(out[b, r] - truth.dense[b][r])
+        head, (masses, dense) = r // own.upper.shape[2], one.truth[b][r]
+        left = masses[~selected_mask[b, head, : len(masses)]]
+        unread = np.exp(np.logaddexp.reduce(left) - np.logaddexp.reduce(masses)) if len(left) else 0.0
+        assert unread <= mass[b, head] + TINY, "more is unread than bounded"
+        distance = np.linalg.norm(out[b, r] - dense)
         assert distance <= error[b, head] + rounding, "the output is further off than bounded"
     return mass, error
 
@@ -439,30 +435,25 @@ def check_escalation(backend, config: EpsConfig, own: Scores, selected, lse, ext
         assert (after == after[:, :1]).all()
 
 
-def check_storage(backend: ModuleType, case: Case, cache, ref_cache) -> None:
+def check_storage(one: FilledCase) -> None:
     """K and V bit for bit; summaries in the stated number of bytes; re-read K exactly as the oracle counts it."""
+    backend, case, cache, cache_config = one.backend, one.case, one.cache, one.case.config.cache_config
     for name in ("k", "v"):
-        for got, want in zip(*(arrays_of(getattr(one, name)[0]) for one in (cache, ref_cache)), strict=True):
+        for got, want in zip(*(arrays_of(getattr(x, name)[0]) for x in (cache, one.ref_cache)), strict=True):
             assert (backend.to_numpy(got).astype(np.float32) == want.astype(np.float32)).all()
-    assert cache.bytes_k_reread == ref_cache.bytes_k_reread
-    if case.config.cache_config.method_spec.follows:
+    assert cache.bytes_k_reread == one.ref_cache.bytes_k_reread
+    if cache_config.method_spec.follows:
         assert cache.bytes_k_reread == tail_bytes_reread(case)
-    assert (cache.correction is None) == (case.config.cache_config.correction_tokens == 0)
-    if case.config.cache_config.correction_tokens:
-        check_stored_tail(backend, case, cache.correction, ref_cache.correction)
-    if case.config.cache_config.enabled and cache.summaries[0]:
+    assert (cache.correction is None) == (cache_config.correction_tokens == 0)
+    if cache_config.correction_tokens:
+        check_stored_tail(one)
+    if cache_config.enabled and cache.summaries[0]:
         stored = sum(backend.to_numpy(a).nbytes for a in cache.summaries[0].values())
-        per_group = stored / (case_units(case) * case.num_kv_heads * case.config.cache_config.groups_per_unit)
-        assert per_group == summary_group_bytes(case.config.cache_config, case.head_dim)
-    if case.config.cache_config.method == "rq" and ref_cache.summaries[0]:
-        for name in ("codes",):  # the same values, so the same visit lists
-            same = backend.to_numpy(cache.summaries[0][name]) == ref_cache.summaries[0][name]
-            assert same.mean() > 0.999
-
-
-def arrays_of(pool) -> list:
-    """What K or V of a layer consists of: an array, or codes and scales."""
-    return [pool.codes, pool.scale] if hasattr(pool, "codes") else [pool]
+        per_group = stored / (case.spec.num_units * case.num_kv_heads * cache_config.groups_per_unit)
+        assert per_group == summary_group_bytes(cache_config, case.head_dim)
+    if cache_config.method == "rq":  # the same codes, so the same visit lists
+        same = backend.to_numpy(cache.summaries[0]["codes"]) == one.ref_cache.summaries[0]["codes"]
+        assert same.mean() > 0.999
 
 
 def tail_bytes_reread(case: Case) -> int:
@@ -477,14 +468,13 @@ def tail_bytes_reread(case: Case) -> int:
     return num_groups * case.num_kv_heads * size * case.spec.of_values().k_token_bytes
 
 
-def check_stored_tail(backend: ModuleType, case: Case, correction, ref_cache) -> None:
+def check_stored_tail(one: FilledCase) -> None:
     """D + 2 bytes a correction group and kv head, counted by every scoring pass; the oracle's codes, +-1 at ties."""
-    stored = {name: backend.to_numpy(array) for name, array in correction.summaries[0].items()}
-    want, config = ref_cache.summaries[0], case.config
-    if not want:
-        return  # the oracle allocates with the first full one
+    case, config = one.case, one.case.config
+    stored = {name: one.backend.to_numpy(array) for name, array in one.cache.correction.summaries[0].items()}
+    want = one.ref_cache.correction.summaries[0]
     per_unit = config.cache_config.unit_tokens // config.cache_config.correction_tokens
-    bytes_each = sum(array.nbytes for array in stored.values()) / (case_units(case) * case.num_kv_heads * per_unit)
+    bytes_each = sum(array.nbytes for array in stored.values()) / (case.spec.num_units * case.num_kv_heads * per_unit)
     assert bytes_each == case.head_dim + 2
     for units in (1, 7):
         lengths = [units * config.cache_config.unit_tokens]
@@ -499,21 +489,20 @@ def check_stored_tail(backend: ModuleType, case: Case, correction, ref_cache) ->
     assert gap.max() <= 1 and (gap[stored["mean_scale"] == want["mean_scale"]] == 0).mean() > 0.99
 
 
-def check_tail(backend, case: Case, cache, ref_cache, q_native, scores, selected, table, lengths):
+def check_tail(one: FilledCase, scores, selected) -> None:
     """The correction (out, lse) of what was left out: as the oracle computes it from the same scores, selection, log
     mass and stored means; merged in, it changes nothing where nothing is added. Reads neither K nor V."""
+    backend, case, cache, ref_cache = one.backend, one.case, one.cache, one.ref_cache
     if not case.config.cache_config.correction_tokens:
-        return None
-    plan = StepPlan.of(case.config, table, lengths)
-    state = backend.attend(cache, 0, q_native, plan, selected)
+        return
+    state = backend.attend(cache, 0, one.native, one.plan, selected)
     without_kv = replace(cache, k=[None], v=[None])
-    correction = backend.attend_correction(without_kv, 0, plan, scores, selected, state[1])
-    stored = cache.correction.summaries[0] or ref_cache.correction.summaries[0]
-    stored = {name: backend.to_numpy(array) for name, array in stored.items()}
+    correction = backend.attend_correction(without_kv, 0, one.plan, scores, selected, state[1])
+    stored = {name: backend.to_numpy(array) for name, array in cache.correction.summaries[0].items()}
     own = replace(ref_cache, correction=replace(ref_cache.correction, summaries=[stored]))
-    host, lse = selection_on_host(backend, selected), backend.to_numpy(state[1]).astype(np.float64)
-    want_out, want_lse = reference.attend_correction(own, 0, plan, scores_on_host(backend, scores), host, lse)
-    out, correction_lse = (backend.to_numpy(x).astype(np.float64) for x in correction)
+    host, read, lse = selection_on_host(backend, selected), *(one.host(x) for x in state)
+    want_out, want_lse = reference.attend_correction(own, 0, one.plan, scores_on_host(backend, scores), host, lse)
+    out, correction_lse = (one.host(x) for x in correction)
     assert out.shape == want_out.shape == (*lse.shape, case.head_dim) and correction_lse.shape == lse.shape
     nothing = np.isneginf(want_lse)
     assert (np.isneginf(correction_lse) == nothing).all() and (out[nothing] == 0).all()
@@ -521,18 +510,14 @@ def check_tail(backend, case: Case, cache, ref_cache, q_native, scores, selected
     largest = max(np.abs(estimate[np.isfinite(estimate)]).max(initial=0), np.abs(lse).max())
     rounding = EPS["float32"] * (16 + 4 * largest)  # of a float32 sum of exponentials
     assert np.abs(correction_lse[~nothing] - want_lse[~nothing]).max(initial=0) <= rounding
-    most = 127 * stored["mean_scale"].astype(np.float64).max() if stored else 0.0
+    most = 127 * stored["mean_scale"].astype(np.float64).max()
     assert np.abs(out - want_out).max() <= 4 * rounding * most
-    expected, expected_lse = reference.merge((backend.to_numpy(state[0]).astype(np.float64), lse), (want_out, want_lse))
-    whole = backend.add_correction(cache, 0, plan, scores, selected, state)
-    for one in (backend.merge(state, correction), whole):
-        merged, merged_lse = (backend.to_numpy(x) for x in one)
-        assert (merged[nothing] == backend.to_numpy(state[0])[nothing]).all() and (
-            merged_lse[nothing] == lse[nothing]
-        ).all()
+    expected, expected_lse = reference.merge((read, lse), (want_out, want_lse))
+    whole = backend.add_correction(cache, 0, one.plan, scores, selected, state)
+    for merged, merged_lse in (map(one.host, x) for x in (backend.merge(state, correction), whole)):
+        assert (merged[nothing] == read[nothing]).all() and (merged_lse[nothing] == lse[nothing]).all()
         assert np.abs(merged - expected).max() <= 8 * rounding * max(most, np.abs(expected).max())
         assert np.abs(merged_lse - expected_lse).max() <= 2 * rounding
-    return correction
 
 
 def allowance(case: Case, keys: list[np.ndarray], q: np.ndarray) -> float:
@@ -542,8 +527,9 @@ def allowance(case: Case, keys: list[np.ndarray], q: np.ndarray) -> float:
     return EPS["float32"] * (8 + np.sqrt(case.head_dim)) * (size * largest + 8)
 
 
-def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths) -> None:
-    estimate = backend.to_numpy(scores.estimate).astype(np.float64)
+def check_scores(one: FilledCase, scores) -> None:
+    case, expected = one.case, reference.score(one.ref_cache, 0, one.q, one.plan)
+    estimate = one.host(scores.estimate)
     assert estimate.shape == expected.estimate.shape
     assert (np.isposinf(estimate) == np.isposinf(expected.estimate)).all(), "groups without a summary differ"
     assert (np.isneginf(estimate) == np.isneginf(expected.estimate)).all()
@@ -558,46 +544,39 @@ def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths)
     assert (scores.lower is None) == (not case.config.cache_config.has_bounds) == (scores.upper is None)
     if scores.lower is None:
         return
-    lower, upper = backend.to_numpy(scores.lower), backend.to_numpy(scores.upper)
+    lower, upper, slack = (one.backend.to_numpy(x) for x in (scores.lower, scores.upper, scores.slack))
     repeat = case.num_heads // case.num_kv_heads
     assert lower.shape == upper.shape == (*estimate.shape[:2], repeat, estimate.shape[2])
-    slack = backend.to_numpy(scores.slack)
     assert slack.shape == expected.slack.shape and np.allclose(slack, expected.slack, rtol=1e-4)
-    for b, head in np.ndindex(len(lengths), case.num_kv_heads):
-        n = oracle_selection.num_groups(int(lengths[b]), case.config.cache_config.S)
-        k = as_read(case, keys[b][:, head])
-        masses = [
-            group_masses(q[b, r].astype(np.float64) / np.sqrt(case.head_dim), k, case.config.cache_config.S)
-            for r in range(head * repeat, (head + 1) * repeat)
-        ]
-        known = np.isfinite(estimate[b, head, :n])
-        for r, truth in enumerate(masses):  # each query head's own
-            least, most = lower[b, head, r], upper[b, head, r]
-            assert (least[:n][known] <= truth[known]).all(), "a lower bound is violated"
-            assert (most[:n][known] >= truth[known]).all(), "an upper bound is violated"
-            assert np.isneginf(least[:n][~known]).all() and np.isposinf(most[:n][~known]).all()
-            assert np.isneginf(least[n:]).all() and np.isneginf(most[n:]).all()
+    for b, query_head in np.ndindex(one.q.shape[:2]):  # each query head's own
+        (head, r), (masses, _) = divmod(query_head, repeat), one.truth[b][query_head]
+        n = len(masses)
+        known, least, most = np.isfinite(estimate[b, head, :n]), lower[b, head, r], upper[b, head, r]
+        assert (least[:n][known] <= masses[known]).all(), "a lower bound is violated"
+        assert (most[:n][known] >= masses[known]).all(), "an upper bound is violated"
+        assert np.isneginf(least[:n][~known]).all() and np.isposinf(most[:n][~known]).all()
+        assert np.isneginf(least[n:]).all() and np.isneginf(most[n:]).all()
 
 
-def check_scoring(backend, case: Case, cache, ref_cache, scores, q, keys, table, lengths) -> None:
+def check_scoring(one: FilledCase, scores) -> None:
     """The same stored summaries must give the same scores up to float32: no room for codes that round otherwise."""
-    own = replace(ref_cache, summaries=[{name: backend.to_numpy(a) for name, a in cache.summaries[0].items()}])
-    exact = reference.score(own, 0, q, StepPlan.of(case.config, table, lengths))
+    case, cache_config = one.case, one.case.config.cache_config
+    stored = {name: one.backend.to_numpy(a) for name, a in one.cache.summaries[0].items()}
+    exact = reference.score(replace(one.ref_cache, summaries=[stored]), 0, one.q, one.plan)
     # norms and radii reach past the largest key by their own rounding; variances are quadratic in it
-    size = float(np.linalg.norm(q, axis=-1).max()) / np.sqrt(case.head_dim)
-    largest = max(float(np.linalg.norm(k, axis=-1).max()) for k in keys) * size
-    scale = largest * (1 + largest) if case.config.cache_config.method == "moments" else largest
-    if case.config.cache_config.method in ("jl", "1pc", "fd"):
-        scale *= np.sqrt(case.config.cache_config.S)
-    if case.config.cache_config.method in ("box", "meanstd", "jl"):
+    size = float(np.linalg.norm(one.q, axis=-1).max()) / np.sqrt(case.head_dim)
+    largest = max(float(np.linalg.norm(k, axis=-1).max()) for k in one.keys) * size
+    scale = largest * (1 + largest) if cache_config.method == "moments" else largest
+    if cache_config.method in ("jl", "1pc", "fd"):
+        scale *= np.sqrt(cache_config.S)
+    if cache_config.method in ("box", "meanstd", "jl"):
         scale *= np.sqrt(case.head_dim)
     tolerance = 4 * EPS["float32"] * (8 + np.sqrt(case.head_dim)) * (scale + 8)
     for name in ("estimate", "lower", "upper"):
-        got, want = getattr(scores, name), getattr(exact, name)
+        want = getattr(exact, name)
         if want is None:
             continue
-        got = backend.to_numpy(got).astype(np.float64)
-        finite = np.isfinite(want)
+        got, finite = one.host(getattr(scores, name)), np.isfinite(want)
         assert (np.isfinite(got) == finite).all()
         gap = np.abs(got[finite] - want[finite])
         assert gap.max(initial=0) <= tolerance, (name, gap.max(), tolerance)
@@ -615,31 +594,6 @@ def as_read(case: Case, rows: np.ndarray, which: int = 0) -> np.ndarray:
     if bits != 16:
         rows = codes.dequantise(*codes.quantise(rows, bits), bits, rows.dtype)
     return rows.astype(np.float64)
-
-
-def check_attend(backend, case: Case, cache, ref_cache, q, q_native, table, lengths, selected):
-    plan = StepPlan.of(case.config, table, lengths)
-    out, lse = backend.attend(cache, 0, q_native, plan, selected)
-    host = None if selected is None else selection_on_host(backend, selected)
-    expected_out, expected_lse = reference.attend(ref_cache, 0, q, plan, host)
-    out, lse = backend.to_numpy(out).astype(np.float64), backend.to_numpy(lse).astype(np.float64)
-    units = np.arange(case_units(case))
-    keys = [
-        reference.read_kv(ref_cache, 0, units, len(units) * case.config.cache_config.unit_tokens)[0].astype(np.float32)
-    ]
-    tolerance = allowance(case, keys, q)
-    assert out.shape == expected_out.shape and lse.shape == expected_lse.shape
-    assert np.abs(lse - expected_lse).max() <= 4 * tolerance
-    assert np.abs(out - expected_out).max() <= 16 * tolerance
-    return out, lse
-
-
-# The cases
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_backend_follows_the_oracle(target, case):
-    run_case(*target, case)
 
 
 # Merging, single tokens, norms, head modes
@@ -660,31 +614,28 @@ def test_merge_equals_whole(target):
     assert (got_out[2, 3] == 0).all()
 
 
-def check_own_token(backend: ModuleType, device: str) -> None:
+def test_own_token_merged_equals_dense(target):
     """The last token merged in, never written, equals dense attention with it in the cache."""
+    backend, device = target
     # an array backend keeps it to itself and its decoder
     home = backend if hasattr(backend, "attend_own") else importlib.import_module(f"{backend.__name__}.attention")
-    attend_own = home.attend_own
     for dtype, bits in [*((dtype, (16, 16)) for dtype in EPS), ("float32", (8, 4))]:
         case = Case((150, 37, 2), eps("box"), num_heads=6, num_kv_heads=3, dtype=dtype, bits=bits)
         one = FilledCase(backend, device, replace(case, scale_q=1.0), 3)
         k, v = (one.give(np.stack([array[-1] for array in arrays])) for arrays in (one.keys, one.values))
         short = StepPlan.of(case.config, one.table, one.lengths - 1)
         before = backend.attend(one.cache, 0, one.native, short, None)
-        merged = backend.merge(before, attend_own(one.cache, one.native, k, v))
+        merged = backend.merge(before, home.attend_own(one.cache, one.native, k, v))
         whole = backend.attend(one.cache, 0, one.native, one.plan, None)
         for got, want in zip(merged, whole, strict=True):
             got, want = backend.to_numpy(got), backend.to_numpy(want)
             assert got.shape == want.shape
-            assert np.abs(got - want).max() <= 16 * allowance(case, one.keys, one.q)
+            assert np.abs(got - want).max() <= 16 * one.allowance
 
 
-def test_own_token_merged_equals_dense(target):
-    check_own_token(*target)
-
-
-def check_largest(backend: ModuleType, device: str) -> None:
+def test_largest_key_and_value_outlive_reuse(target):
     """The largest |k| and |v| of each kv head bound everything that lies in the cache, also once units are reused."""
+    backend, device = target
     for dtype in EPS:
         spec, config = CacheSpec(2, 2, 24, 6, dtype), eps("ball")
         rng, cache = np.random.default_rng(9), backend.new_cache(spec, config.cache_config, device)
@@ -705,15 +656,12 @@ def check_largest(backend: ModuleType, device: str) -> None:
         assert backend.new_cache(spec, eps(method).cache_config, device).largest_key == []
 
 
-def test_largest_key_and_value_outlive_reuse(target):
-    check_largest(*target)
-
-
 MODES = (("gate", "dense", "window"), ("window", "gate", "gate"), ("dense",) * 3, ("gate",) * 3)
 
 
-def check_head_modes(backend: ModuleType, device: str) -> None:
+def test_head_modes_follow_the_oracle(target):
     """Head modes layer by layer: visit lists of the oracle, dense heads all, window heads what is always selected."""
+    backend, device = target
     settings = [
         {},
         {"policy": "threshold", "top_pages": 9},
@@ -746,10 +694,6 @@ def check_head_modes(backend: ModuleType, device: str) -> None:
                         assert selected_mask[b, head].sum() == (groups if mode == "dense" else max(always_selected, 1))
 
 
-def test_head_modes_follow_the_oracle(target):
-    check_head_modes(*target)
-
-
 @pytest.mark.parametrize("epsilon", [0.5, 0.1, 1e-3, 0.0, 1.0])
 def test_strict_holds_over_many_groups(target, epsilon):
     """Thousands of groups of like mass: long float32 sums of exponentials must not let epsilon slip."""
@@ -765,14 +709,8 @@ def test_strict_holds_over_many_groups(target, epsilon):
     arrays = [backend.from_numpy(x.astype(np.float32), "float32", device) for x in (estimate, lower, upper, slack)]
     scores = Scores(*arrays[:3], np.zeros(1, np.int64), arrays[3])
     own = scores_on_host(backend, scores)
-    selected = backend.select(
-        scores,
-        place(
-            config.replace(top_pages=10, budget=1.0),
-            np.array([20_000 * config.cache_config.S]),
-            scores.estimate.shape[-1],
-        ),
-    )
+    lengths = np.array([20_000 * config.cache_config.S])
+    selected = backend.select(scores, place(config.replace(top_pages=10, budget=1.0), lengths, 20_000))
     read = np.where(selection_mask(backend, selected, 20_000)[:, :, None], own.upper, -np.inf)
     lse = np.logaddexp.reduce(read, axis=3).reshape(1, 4)
     native = backend.from_numpy(lse.astype(np.float32), "float32", device)
@@ -782,10 +720,8 @@ def test_strict_holds_over_many_groups(target, epsilon):
     selected_mask, added = (selection_mask(backend, part, 20_000)[:, :, None] for part in (whole, extra))
     gained = np.logaddexp(lse.reshape(1, 2, 2), np.logaddexp.reduce(np.where(added, own.lower, -np.inf), axis=3))
     spec = CacheSpec(1, 2, 16, 2)
-    cache, out = (
-        backend.new_cache(spec, config.cache_config, device),
-        backend.from_numpy(np.ones((1, 4, 16)), "float32", device),
-    )
+    cache = backend.new_cache(spec, config.cache_config, device)
+    out = backend.from_numpy(np.ones((1, 4, 16)), "float32", device)
     native = backend.from_numpy(gained.reshape(1, 4).astype(np.float32), "float32", device)
     mass = backend.to_numpy(backend.bound_error(cache, 0, scores, whole, out, native).mass)
     unread = np.logaddexp.reduce(np.where(selected_mask, -np.inf, own.upper), axis=3)
@@ -802,10 +738,8 @@ class Pages:
     def __init__(self, backend: ModuleType, device: str, config: EpsConfig, bits: KvFormats = (16, 16)) -> None:
         self.backend, self.device, self.config, self.copied = backend, device, config, 0
         spec = CacheSpec(1, 2, 16, 64, k_bits=bits[0], v_bits=bits[1])
-        self.pool, self.cache = (
-            PagePool(64, config.cache_config.unit_tokens),
-            backend.new_cache(spec, config.cache_config, device),
-        )
+        self.pool = PagePool(64, config.cache_config.unit_tokens)
+        self.cache = backend.new_cache(spec, config.cache_config, device)
 
     def give(self, array: np.ndarray):
         return self.backend.from_numpy(np.ascontiguousarray(array), "float32", self.device)
@@ -838,12 +772,12 @@ class Pages:
         return [backend.to_numpy(x) for x in arrays]
 
 
-def check_fork(backend: ModuleType, device: str, config: EpsConfig, bits: KvFormats = (16, 16)) -> None:
+def check_fork(target, config: EpsConfig, bits: KvFormats = (16, 16)) -> None:
     """A fork copies only the open unit, with its summaries and running statistics, those of the correction too."""
     rng = np.random.default_rng(5)
     shared = rng.normal(size=(2, 300, 2, 16)).astype(np.float32)  # K and V; long enough for the centroid of key codes
     corrections = rng.normal(size=(2, 2, 30, 2, 16)).astype(np.float32)
-    one = Pages(backend, device, config, bits)
+    one = Pages(*target, config, bits)
     q = one.give(rng.normal(size=(1, 4, 16)).astype(np.float32))
     first, _ = one.pool.open([])
     one.append(first, shared, 0)
@@ -856,7 +790,7 @@ def check_fork(backend: ModuleType, device: str, config: EpsConfig, bits: KvForm
     if config.cache_config.method in ("jl", "box", "meanstd") and not config.cache_config.correction_tokens:
         assert one.cache.bytes_k_reread == 0
     for which, sequence in enumerate((first, second)):
-        alone = Pages(backend, device, config, bits)
+        alone = Pages(*target, config, bits)
         only, _ = alone.pool.open([])
         alone.append(only, shared, 0)
         alone.append(only, corrections[which], 7, 1)
@@ -877,10 +811,8 @@ def check_fork(backend: ModuleType, device: str, config: EpsConfig, bits: KvForm
     ids=lambda config: f"{config.cache_config.method}-tail{config.cache_config.correction_tokens}",
 )
 def test_fork_then_diverge_equals_two_independent_sequences(target, config):
-    check_fork(*target, config)
-    if config.cache_config.method == "box":
-        check_fork(*target, config, bits=(8, 4))
-        check_fork(*target, config, bits=("nvfp4", "fp8"))
+    for bits in ((16, 16), (8, 4), ("nvfp4", "fp8")) if config.cache_config.method == "box" else ((16, 16),):
+        check_fork(target, config, bits)
 
 
 @pytest.mark.parametrize("step", [100, 3], ids=["groups in hand", "groups across calls"])
@@ -1048,10 +980,8 @@ class Decoding:
         self.decoder = load_decoder(self.backend, path, self.spec, "float32", device)
         units = -(-(prompt + STEPS) // config.cache_config.unit_tokens)
         spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, 2 * units)
-        self.cache, self.table = (
-            self.backend.new_cache(spec, config.cache_config, device),
-            np.arange(2 * units).reshape(2, units),
-        )
+        self.cache = self.backend.new_cache(spec, config.cache_config, device)
+        self.table = np.arange(2 * units).reshape(2, units)
         self.tokens = np.random.default_rng(2).integers(0, tiny_models.VOCAB_SIZE, (2, prompt + STEPS))
         self.lengths = np.array([prompt, prompt - 27])
         self.queries: list[tuple[int, np.ndarray]] = []
@@ -1108,10 +1038,8 @@ def test_ungated_step_equals_method_off(target, tiny_path, method):
     """Bit for bit, and the summaries follow all the same: the next sparse step knows every full group."""
     # in units of the same size, by which dense attention may sum
     config = sparse(method)
-    run, off = (
-        Decoding(target, tiny_path, config),
-        Decoding(target, tiny_path, EpsConfig.of(block_size=config.cache_config.unit_tokens)),
-    )
+    unsummarised = EpsConfig.of(block_size=config.cache_config.unit_tokens)
+    run, off = (Decoding(target, tiny_path, each) for each in (config, unsummarised))
     for _ in range(STEPS - 1):
         output, want = run.step(gate=False), off.step()
         assert np.array_equal(output.logits, want.logits) and output.layers == [] and output.fallbacks == {}

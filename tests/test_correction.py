@@ -13,7 +13,6 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from places import place
 from test_conformance import STEPS, Decoding, close, selection_mask, sparse, tiny_path  # noqa: F401
 
 from eps_core.attention.protocol import Scores, Selection
@@ -30,12 +29,8 @@ from eps_core.load import backend_name
 from eps_core.reference.formulas import attend_keys
 from experiments.bounds import bounds, truth
 
-SIZE, TAIL, HEAD_DIM, UNITS = (
-    8,
-    64,
-    16,
-    6,
-)  # tokens of a group, of a skipped-mass correction group; six of these in the pool
+# tokens of a group, of a skipped-mass correction group; six of these in the pool
+SIZE, TAIL, HEAD_DIM, UNITS = 8, 64, 16, 6
 USUAL = 128  # tokens of a skipped-mass correction group by default
 
 
@@ -55,6 +50,10 @@ class Scene:
     def backend(self) -> Any:
         return self.filled.backend
 
+    @property
+    def plan(self) -> StepPlan:
+        return StepPlan.of(self.filled.config, self.table, self.lengths)
+
     def host(self, array: Any) -> np.ndarray:
         return self.backend.to_numpy(array).astype(np.float64)
 
@@ -67,9 +66,7 @@ class Scene:
 
     def native_tail(self, more: float = 0.0) -> tuple:
         scores, cache = replace(self.scores, estimate=self.scores.estimate + more), self.filled.cache
-        return self.backend.attend_correction(
-            cache, 0, StepPlan.of(self.filled.config, self.table, self.lengths), scores, self.selected, self.state[1]
-        )
+        return self.backend.attend_correction(cache, 0, self.plan, scores, self.selected, self.state[1])
 
     def correction(self, more: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse) on the host, of estimates that are `more` nats higher."""
@@ -110,12 +107,18 @@ def scene(target, repeat: int = 1, lengths=(UNITS * TAIL, 2 * TAIL), dtype: str 
     stored["mean_scale"] = stored["mean_scale"] * 0 + 2.0**-7
     table = np.stack([rng.permutation(UNITS) for _ in lengths])
     q = (rng.normal(size=(len(lengths), 2 * repeat, HEAD_DIM)) * 2).astype(np.float32)
-    native = backend.from_numpy(q, "float32", device)
-    lengths = np.array(lengths)
-    scores = backend.score(filled.cache, 0, native, StepPlan.of(filled.config, table, lengths))
-    selected = backend.select(scores, place(eps_config, lengths, scores.estimate.shape[-1]))
-    state = backend.attend(filled.cache, 0, native, StepPlan.of(filled.config, table, lengths), selected)
-    return Scene(filled, q, table, lengths, scores, selected, state)
+    return Scene(filled, q, table, np.array(lengths), *sparse_read(filled, q, table, lengths))
+
+
+def sparse_read(
+    filled: truth.Filled, q: np.ndarray, table: np.ndarray, lengths: Any
+) -> tuple[Scores, Selection, tuple]:
+    """(scores, what was selected, what attention to it gave)."""
+    backend, plan = filled.backend, StepPlan.of(filled.config, table, np.array(lengths))
+    native = backend.from_numpy(q, "float32", filled.device)
+    scores = backend.score(filled.cache, 0, native, plan)
+    selected = backend.select(scores, plan)
+    return scores, selected, backend.attend(filled.cache, 0, native, plan, selected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -202,7 +205,6 @@ def test_overwritten_tokens_leave_the_tail_until_their_group_is_full(target):
     one = scene(target, lengths=(UNITS * TAIL,), budget=SIZE * 2.0)
     backend, device = target
     cache, rng = one.filled.cache, np.random.default_rng(7)
-    native = backend.from_numpy(one.q, "float32", device)
     unit = int(one.table[0, 2])
     fresh = rng.normal(size=(2, TAIL, 2, HEAD_DIM)).astype(np.float32)
 
@@ -212,11 +214,7 @@ def test_overwritten_tokens_leave_the_tail_until_their_group_is_full(target):
 
     def added() -> tuple[np.ndarray, float]:
         """(whether each unit's groups are skipped and known, log mass of the correction over its estimates), head 0."""
-        one.scores = backend.score(one.filled.cache, 0, native, StepPlan.of(one.filled.config, one.table, one.lengths))
-        one.selected = backend.select(one.scores, place(one.filled.config, one.lengths, one.scores.estimate.shape[-1]))
-        one.state = backend.attend(
-            one.filled.cache, 0, native, StepPlan.of(one.filled.config, one.table, one.lengths), one.selected
-        )
+        one.scores, one.selected, one.state = sparse_read(one.filled, one.q, one.table, one.lengths)
         estimate = one.host(one.scores.estimate)[0, 0]
         mine = np.where(one.skipped[0, 0] & np.isfinite(estimate), estimate, -np.inf).reshape(UNITS, -1)
         return np.logaddexp.reduce(mine, axis=1), one.correction()[1][0, 0]
@@ -255,30 +253,23 @@ def test_values_of_others_never_reach_a_sequence(target):
     )
     rng = np.random.default_rng(3)
     k, v = rng.normal(size=(2, UNITS * TAIL, 2, HEAD_DIM)).astype(np.float32)
-    q = backend.from_numpy(rng.normal(size=(2, 4, HEAD_DIM)).astype(np.float32), "float32", device)
-    results = []
+    q, results = rng.normal(size=(2, 4, HEAD_DIM)).astype(np.float32), []
     for bad in (1.0, np.nan, np.inf, 1e30):
         v[:TAIL] = bad
         filled = bounds.fill(backend, device, config, "float32", k, v)
         table, lengths = np.array([[5, 1, 4, 0], [3, 2, -1, -1]]), np.array([3 * TAIL + 1, TAIL + 60])
         v_open = backend.from_numpy(np.ones((1, 2, HEAD_DIM), np.float32), "float32", device)
-        cache = backend.write_kv(filled.cache, 0, v_open, v_open, np.array([0]))
-        scores = backend.score(cache, 0, q, StepPlan.of(config, table, lengths))
-        selected = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
-        state = backend.attend(cache, 0, q, StepPlan.of(config, table, lengths), selected)
-        correction = backend.attend_correction(
-            cache, 0, StepPlan.of(config, table, lengths), scores, selected, state[1]
-        )
-        results.append([backend.to_numpy(x) for x in (*correction, *backend.merge(state, correction))])
+        filled.cache = backend.write_kv(filled.cache, 0, v_open, v_open, np.array([0]))
+        one = Scene(filled, q, table, lengths, *sparse_read(filled, q, table, lengths))
+        results.append([*one.correction(), *one.merged()])
         for got, want in zip(results[-1], results[0], strict=True):
             assert np.isfinite(got).all() and np.array_equal(got, want), bad
 
 
 # ------------------------------------------------------------------------------------------------------------- decoders
 
-LONG = (
-    190  # tokens of the first prompt: two full correction groups and more; with the second one's 163 past rq's centroid
-)
+# tokens of the first prompt: two full correction groups and more; with the second one's 163 past rq's centroid
+LONG = 190
 
 
 class Watched(Decoding):
@@ -376,19 +367,17 @@ def test_steps_count_the_means_that_they_read(target, tiny_path):  # noqa: F811
 # ------------------------------------------------------------------------------------------------- settings and flags
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_off_by_default_and_of_a_usual_length(method):
-    assert EpsConfig.of(method=method).cache_config.correction_tokens == 0
-    assert (
-        EpsConfig.of(method="box", block_size=12, group_size=4).with_correction().cache_config.correction_tokens == 120
-    )
-    assert EpsConfig.of(method="box", block_size=160).with_correction().cache_config.correction_tokens == 160
-    assert EpsConfig.of(method="box", group_size=96).with_correction().cache_config.correction_tokens == 96
+def test_off_by_default_and_of_a_usual_length():
+    assert all(EpsConfig.of(method=method).cache_config.correction_tokens == 0 for method in METHODS)
+    for settings, usual in (
+        ({"block_size": 12, "group_size": 4}, 120),
+        ({"block_size": 160}, 160),
+        ({"group_size": 96}, 96),
+    ):
+        assert EpsConfig.of("box", **settings).with_correction().cache_config.correction_tokens == usual
     config = EpsConfig.of(method="rq", correction_tokens=64)
-    assert (
-        EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-        and config.cache_config.unit_tokens == 64
-    )
+    assert EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.cache_config.unit_tokens == 64
 
 
 @pytest.mark.parametrize("method", ["jl", "1pc", "fd"])
@@ -413,11 +402,8 @@ def test_bytes_of_a_tail():
     without = config.replace(correction_tokens=0)
     for tokens in (1, 128, 129, 1000):
         corrections = -(-tokens // USUAL)
-        assert (
-            summary_bytes(config.cache_config, 3, 5, 128, tokens)
-            - summary_bytes(without.cache_config, 3, 5, 128, tokens)
-            == 15 * corrections * 130
-        )
+        stored, plain = (summary_bytes(one.cache_config, 3, 5, 128, tokens) for one in (config, without))
+        assert stored - plain == 15 * corrections * 130
     assert scoring_bytes(config, 128, [200, 60]) - scoring_bytes(without, 128, [200, 60]) == 3 * 130
 
 
@@ -438,11 +424,8 @@ def flags(*args: str) -> EpsConfig:
 
 def test_flags():
     assert flags("--eps-method", "rq", "--eps-correction", "mean").cache_config.correction_tokens == USUAL
-    assert (
-        flags("--eps-method", "rq", "--eps-correction", "drop")
-        == flags("--eps-method", "rq")
-        == EpsConfig.of(method="rq")
-    )
+    assert flags("--eps-method", "rq", "--eps-correction", "drop") == EpsConfig.of(method="rq")
+    assert flags("--eps-method", "rq") == EpsConfig.of(method="rq")
     assert flags("--eps-method", "box", "--eps-correction", "mean").cache_config.correction_tokens == USUAL
     assert flags("--eps-method", "box", "--eps-correction", "drop") == flags("--eps-method", "box")
     assert flags("--eps-method", "moments", "--eps-correction-tokens", "64").cache_config.correction_tokens == 64

@@ -16,7 +16,8 @@ from conftest import bound
 from numba import njit
 from numba.core.codegen import get_host_cpu_features
 from places import place
-from test_conformance import Case, FilledCase, check_attend, check_scoring, eps, run_case
+from test_conformance import Case, FilledCase, check_scoring, eps
+from test_conformance import test_backend_follows_the_oracle as run_case
 
 from eps_core.attention import kernels as choices
 from eps_core.attention.kernels import _name_fallback
@@ -92,7 +93,7 @@ def check_kernels(target, case: Case, monkeypatch) -> None:
     """`run_case` by the kernels themselves: array operations serve where a policy is not topk or a method not rq."""
     left = set()
     monkeypatch.setattr(choices, "_name_fallback", lambda family, operation, reason: left.add(operation))
-    run_case(*target, case)
+    run_case(target, case)
     may = {"select", "skipped_mass"} if case.config.selection_config.policy != "topk" else set()
     assert left <= may | ({"score"} if case.config.cache_config.method != "rq" else set())
 
@@ -107,7 +108,7 @@ def test_logits_past_what_exp_holds(backend):
     """Logits of hundreds: weights far below the largest vanish, none overflows."""
     case = Case((300, 37), eps("box"), scale_q=60.0, kind="outlier")
     s = filled(backend, case)
-    out, lse = check_attend(backend, case, s.cache, s.ref_cache, s.q, s.native, s.table, s.lengths, None)
+    out, lse = s.attended(None)
     assert lse.max() > 500 and np.isfinite(out).all()
 
 
@@ -293,8 +294,8 @@ def test_torch_without_a_team_uses_helpers(monkeypatch, case):
     s, kernels = filled(backend, case), kernels_of(backend)
     monkeypatch.setattr("eps_cuda.kernels.cpu._team", lambda: (threads_cpu.run, threads_cpu.num_threads))
     scores = kernels.score(s.cache, 0, s.native, s.plan)
-    check_scoring(backend, case, s.cache, s.ref_cache, scores, s.q, s.keys, s.table, s.lengths)
-    check_attend(backend, case, s.cache, s.ref_cache, s.q, s.native, s.table, s.lengths, None)
+    check_scoring(s, scores)
+    s.attended(None)
 
 
 @pytest.mark.parametrize("name, features", [

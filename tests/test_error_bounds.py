@@ -12,7 +12,6 @@ import pytest
 from conftest import TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from places import place
 from test_conformance import Case, FilledCase
 
 from eps_core.backend.ops import Ops
@@ -104,11 +103,8 @@ def test_codes_of_single_keys_certify_and_bind_strict_mode(target, variant):
 
 def test_summaries_in_other_units_are_refused(target, monkeypatch):
     """A nested summary of other pool units would read other keys' codes."""
-    monkeypatch.setattr(
-        CacheConfig,
-        "bound_store",
-        property(lambda self: EpsConfig.of(method="rq", rq_bounds=True, block_size=128).cache_config),
-    )
+    others = EpsConfig.of(method="rq", rq_bounds=True, block_size=128).cache_config
+    monkeypatch.setattr(CacheConfig, "bound_store", property(lambda self: others))
     with pytest.raises(ValueError, match="in units of 128 tokens"):
         target[0].new_cache(CacheSpec(1, 1, 16, 4), EpsConfig.of(method="box", bound_bits=8).cache_config, target[1])
 
@@ -153,12 +149,11 @@ def extended(one: Scene, config: EpsConfig) -> tuple[np.ndarray, np.ndarray, np.
     q = backend.from_numpy(one.q, "float32", one.filled.device)
     plan = StepPlan.of(config, one.table, one.lengths)
     scores = backend.score(cache, 0, q, plan)
-    selected = backend.select(scores, place(config, one.lengths, scores.estimate.shape[-1]))
+    selected = backend.select(scores, plan)
     state = backend.attend(cache, 0, q, plan, selected)
     before = backend.bound_error(cache, 0, scores, selected, *state)
     extra, whole = backend.extend_selection(config.selection_config, scores, selected, state[1])
-    mass, added, after = (backend.to_numpy(x) for x in (before.mass, extra.counts, whole.counts))
-    return mass, added, after
+    return tuple(backend.to_numpy(x) for x in (before.mass, extra.counts, whole.counts))
 
 
 def strict(one: Scene, epsilon: float, **settings: Any) -> EpsConfig:
@@ -306,10 +301,8 @@ def test_checker_finds_a_missing_float32_slack(target, monkeypatch):
 def test_checker_finds_a_certificate_that_promises_too_much(target):
     one = scene(target, method="ball", spread=0.5)
     config = strict(one, 0.1, budget=0.2)
-    assert all(
-        tally.violations == 0
-        for tally in check_sparse(one.filled, config, one.q, one.table, one.lengths).values()
-    )  # fmt: skip
+    right = check_sparse(one.filled, config, one.q, one.table, one.lengths)
+    assert all(tally.violations == 0 for tally in right.values())
     stored = one.filled.cache.summaries[0]
     stored["radius"], stored["mean_scale"] = stored["radius"] * 0, stored["mean_scale"] * 0
     broken = check_sparse(one.filled, config, one.q, one.table, one.lengths)

@@ -4,16 +4,14 @@ import math
 
 import numpy as np
 import pytest
-from test_conformance import Case, as_read, case_units, eps, make_kv, write_all
+from kernel_scenes import like
+from test_conformance import Case, FilledCase, as_read, eps
 
-from eps_core import reference
 from eps_core.attention.protocol import Scores
 from eps_core.config.bytes import summary_group_bytes
-from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.load import load_backend
 from eps_core.reference.selection import best_first
 from eps_core.summaries.base import from_byte
 from eps_core.summaries.rq import SECOND_STEP, rotate, unpack_codes
@@ -23,41 +21,20 @@ TIES = 2e-4  # share of codes that float32 may round to the other side of a step
 
 def case_of(lengths: tuple[int, ...] = (600, 290, 37), rescore: float = 0.125, **more) -> Case:
     # a budget so small that the share to refine is more than twice what is selected
-    settings = {
-        "group_size": 2,
-        "correction_tokens": 0,
-        "mean_tokens": 32,
-        "mean_bits": 8,
-        "cascade": (),
-        "budget": 0.002,
-        "combine": "max",
-        **more.pop("config", {}),
-    }
+    settings = {"group_size": 2, "correction_tokens": 0, "mean_tokens": 32, "mean_bits": 8, "cascade": ()}
+    settings |= {"budget": 0.002, "combine": "max", **more.pop("config", {})}
     config = eps("rq", rescore=rescore, **settings)
     return Case(lengths, config, **{"head_dim": 32, "chunk": 333, **more})
 
 
-class Filled:
-    """A case written to one backend's cache, and its queries."""
+class Filled(FilledCase):
+    """A case written to one backend's cache, its queries, and what is stored of it."""
 
     def __init__(self, target: tuple, case: Case) -> None:
-        self.case, (self.backend, device) = case, target
-        self.keys, values = make_kv(case, np.random.default_rng(0))
-        spec = CacheSpec(1, case.num_kv_heads, case.head_dim, case_units(case), case.dtype)
-        self.cache, self.table, self.lengths = write_all(
-            self.backend,
-            device,
-            case,
-            self.backend.new_cache(spec, case.config.cache_config, device),
-            self.keys,
-            values,
-        )
-        shape = (len(case.lengths), case.num_heads, case.head_dim)
-        self.q = 2 * np.random.default_rng(1).normal(size=shape).astype(np.float32)
-        self.native = self.backend.from_numpy(self.q, "float32", device)
+        super().__init__(*target, case)
 
     def scores(self) -> Scores:
-        return self.backend.score(self.cache, 0, self.native, StepPlan.of(self.case.config, self.table, self.lengths))
+        return self.backend.score(self.cache, 0, self.native, self.plan)
 
     def estimate(self) -> np.ndarray:
         return self.backend.to_numpy(self.scores().estimate).astype(np.float64)
@@ -112,17 +89,6 @@ def test_sign_and_second_bit_are_the_two_bit_code(target, head_dim, dtype):
         np.testing.assert_allclose(from_byte(one.of_sequence("second_scale", b, head)), scale, rtol=2.0**-4)
     assert differ <= TIES * total, (differ, total)
     assert total > 5000
-
-
-def test_second_bits_are_equal_in_mlx_and_torch_and_nearly_in_the_oracle():
-    case = case_of((700,), head_dim=64, dtype="bfloat16")
-    mlx, cuda, numpy = (Filled((load_backend(name), "cpu"), case) for name in ("mlx", "cuda", "numpy"))
-    for name in ("codes", "second"):
-        assert np.array_equal(mlx.stored(name), cuda.stored(name)), name
-        bits = [unpack_codes(one.stored(name), 1, 64) for one in (cuda, numpy)]
-        assert (bits[0] != bits[1]).mean() <= TIES, name
-    for name in ("scale", "second_scale"):  # of sums in an order of their own
-        assert np.abs(mlx.stored(name).astype(int) - cuda.stored(name)).max() <= 1, name
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 8])
@@ -188,23 +154,10 @@ def test_equal_estimates_are_refined_from_the_lowest_index(target):
         assert np.flatnonzero(got[head] != first[head]).tolist() == list(range(80))
 
 
-def like(pool, array: np.ndarray):
-    """`array` in the library and dtype of `pool`."""
-    if isinstance(pool, np.ndarray):
-        return array
-    if type(pool).__module__.startswith("torch"):
-        import torch
-
-        return torch.from_numpy(array).to(pool.dtype)
-    import mlx.core as mx
-
-    return mx.array(array).astype(pool.dtype)
-
-
 def test_refine_zero_stores_nothing_more(target):
     coarse, fine = Filled(target, case_of(rescore=0)), Filled(target, case_of(rescore=0.125))
     assert set(fine.cache.summaries[0]) - set(coarse.cache.summaries[0]) == {"second", "second_scale"}
-    groups = case_units(coarse.case) * 2 * 16
+    groups = coarse.case.spec.num_units * 2 * 16
     for one, per_group in ((coarse, 4 + 1), (fine, 2 * (4 + 1))):
         stored, mean = sum(one.stored(name).nbytes for name in one.cache.summaries[0]), (32 + 2) / 16
         assert stored == groups * (per_group + mean) == groups * summary_group_bytes(one.case.config.cache_config, 32)
@@ -229,48 +182,18 @@ def test_a_batch_scores_each_sequence_as_alone(target):
     together = one.estimate()
     for b, length in enumerate(one.lengths.tolist()):
         units = -(-length // one.case.config.cache_config.unit_tokens)
-        alone = one.backend.score(
-            one.cache,
-            0,
-            one.native[b : b + 1],
-            StepPlan.of(one.case.config, one.table[b : b + 1, :units], one.lengths[b : b + 1]),
-        )
+        plan = StepPlan.of(one.case.config, one.table[b : b + 1, :units], one.lengths[b : b + 1])
+        alone = one.backend.score(one.cache, 0, one.native[b : b + 1], plan)
         estimate = one.backend.to_numpy(alone.estimate)[0]
         np.testing.assert_allclose(together[b, :, : estimate.shape[1]], estimate, atol=1e-5)
         assert np.isneginf(together[b, :, estimate.shape[1] :]).all()
 
 
-def test_backends_refine_the_same_groups():
-    case = case_of((700, 290), head_dim=64)
-    selected = []
-    for name in ("mlx", "cuda", "numpy"):
-        one = Filled((load_backend(name), "cpu"), case)
-        selected.append(
-            one.backend.to_numpy(
-                one.backend.select(one.scores(), StepPlan.of(case.config, one.table, one.lengths)).groups
-            )
-        )
-    assert np.array_equal(selected[0], selected[1])
-    assert np.array_equal(selected[0], selected[2])
-    assert reference.__name__ == one.backend.__name__
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"method": "box"}, "not of method box"),
-        ({"method": "jl"}, "not of method jl"),
-    ],
-    ids=str,
-)
-def test_only_codes_have_a_second_bit(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        EpsConfig.of(rescore=0.125, **settings)
-    assert (
-        EpsConfig.of(**settings).selection_config.rescore
-        == 0
-        == EpsConfig.of(rescore=0, **settings).selection_config.rescore
-    )
+@pytest.mark.parametrize("method", ["box", "jl"])
+def test_only_codes_have_a_second_bit(method):
+    with pytest.raises(ConfigError, match=f"not of method {method}"):
+        EpsConfig.of(rescore=0.125, method=method)
+    assert all(EpsConfig.of(method=method, **given).selection_config.rescore == 0 for given in ({}, {"rescore": 0}))
 
 
 @pytest.mark.parametrize("rescore", [-0.1, 1.01, float("nan")])
