@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eps_core.config.bytes import second_bit_bytes, summary_group_bytes
+from eps_core.config.bytes import further_bytes, summary_group_bytes
 from eps_core.config.cache import CacheConfig, CacheSpec
 
 HEAD_DIMS = (1, 20, 33, 64, 80, 128, 576)
@@ -46,7 +46,7 @@ def store_of(settings: dict) -> CacheConfig:
 def test_bytes_of_a_group_are_the_published_ones(settings: dict, expected: tuple[int, ...]) -> None:
     cache_config = store_of(settings)
     assert tuple(summary_group_bytes(cache_config, head_dim) for head_dim in HEAD_DIMS) == expected
-    assert all(second_bit_bytes(cache_config, head_dim) == 0 for head_dim in HEAD_DIMS)
+    assert all(further_bytes(cache_config, head_dim) == ((), 0) for head_dim in HEAD_DIMS)
 
 
 # the arrays that each method keeps: dtype, and shape for a head dim of 20 (f4: float32, f2: float16, i1: int8, u1)

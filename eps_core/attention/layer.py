@@ -149,17 +149,13 @@ def collect(
     for (read, name), value in zip(names, values[len(arrays) :], strict=True):
         setattr(read.stats, name, value)
     for read in reads:
-        if "counts" in read.pending:
-            _count_bytes(read)
+        if "counts" not in read.pending:
+            continue
+        stats, plan, spec = read.stats, read.plan, read.spec
+        num_selected = int(stats.counts.sum())
+        stats.kv_bytes_read = plan.kv_bytes(spec, num_selected)
+        if read.bounds_skipped:
+            added = 0 if stats.extended is None else int(stats.extended.sum())
+            num_groups = int(plan.ends.sum()) * spec.num_kv_heads
+            stats.summary_bytes_read += plan.bound_bytes(spec, num_groups - num_selected + added)
     return [read.stats for read in reads], values[: len(arrays)]
-
-
-def _count_bytes(read: LayerRead) -> None:
-    """Fills the bytes of a layer whose counts have arrived."""
-    stats, plan, spec = read.stats, read.plan, read.spec
-    num_selected = int(stats.counts.sum())
-    stats.kv_bytes_read = plan.kv_bytes(spec, num_selected)
-    if read.bounds_skipped:
-        added = 0 if stats.extended is None else int(stats.extended.sum())
-        num_groups = int(plan.ends.sum()) * spec.num_kv_heads
-        stats.summary_bytes_read += plan.bound_bytes(spec, num_groups - num_selected + added)

@@ -57,7 +57,7 @@ class ArrayCache(CountsRereads):
 
     def constants(self, layer: int) -> Summary:
         """Return the arrays, keys aside, that `build_summary` and `score_summary` take for this layer."""
-        if not self.cache_config.needs_centroid:
+        if not self.cache_config.method_spec.centroid_codes:
             return self.fixed[layer]
         centroid = self.centroid[layer]
         if centroid is None:

@@ -129,7 +129,7 @@ class CpuKernels:
         return KernelTable(
             "numba",
             build_summary=Kernel(self.build_summary, _unsupported_building),
-            score=Kernel(self.score, _unsupported_scoring),
+            score=Kernel(self.score, lambda cache, layer, q, plan: calls.unsupported_scoring(cache, plan)),
             select=Kernel(self.select, unsupported_choice),
             attend=Kernel(self.attend, unread_codes),
             attend_rows=Kernel(self.attend_rows, unread_codes),
@@ -160,10 +160,6 @@ class CpuKernels:
 
 def _unsupported_building(cache_config: CacheConfig, constants: dict[str, Array], k: Array) -> str | None:
     return "rq with bounds of its own" if cache_config.rq_bounds else None
-
-
-def _unsupported_scoring(cache: Any, layer: int, q: Array, plan: StepPlan) -> str | None:
-    return calls.unsupported_scoring(cache, plan)
 
 
 def _unsupported_sum(scores: Scores, selection: Selection) -> str | None:

@@ -42,7 +42,7 @@ def select_threshold(ops: Ops, config: EpsConfig, estimate: Array, always_select
     groups = estimate.shape[-1]
     lowered = (
         estimate / selection_config.alpha
-        if config.cache_config.has_norm_estimate
+        if config.cache_config.method_spec.norm_estimate
         else estimate - math.log(selection_config.alpha)
     )
     scaled = ops.where(ops.isfinite(estimate), lowered, -math.inf)

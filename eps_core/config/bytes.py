@@ -11,21 +11,13 @@ from eps_core.summaries import table
 
 
 @cache  # every step asks
-def second_bit_bytes(cache_config: CacheConfig, head_dim: int) -> int:
-    """Bytes of the rescoring bit of codes and its scale per (layer, kv head, group): stored of all, read of the
-    best."""
-    fields = table.fields(cache_config, head_dim).values()
-    return sum(field.num_bytes for field in fields if field.best_only) // cache_config.groups_per_span
-
-
-@cache  # every step asks
-def part_bytes(cache_config: CacheConfig, head_dim: int) -> tuple[int, ...]:
-    """Bytes of each part of a code after the first per (layer, kv head, group): read of the best by those before."""
-    fields = table.fields(cache_config, head_dim).values()
+def further_bytes(cache_config: CacheConfig, head_dim: int) -> tuple[tuple[int, ...], int]:
+    """Bytes per (layer, kv head, group) that are stored of all groups and read of the best: (of each part of a code
+    after the first, of the rescoring bit and its scale)."""
+    fields, groups = table.fields(cache_config, head_dim).values(), cache_config.groups_per_span
     later = range(1, table.num_parts(cache_config, head_dim))
-    return tuple(
-        sum(field.num_bytes for field in fields if field.part == part) // cache_config.groups_per_span for part in later
-    )
+    parts = tuple(sum(field.num_bytes for field in fields if field.part == part) // groups for part in later)
+    return parts, sum(field.num_bytes for field in fields if field.best_only) // groups
 
 
 def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> int:
@@ -34,7 +26,7 @@ def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> i
     and the mean values of the skipped-mass correction. Padding of tables is not counted: what a table's width adds is
     the backend's affair, and a kernel does not read it."""
     cache_config, total = config.cache_config, 0
-    second, parts = second_bit_bytes(cache_config, head_dim), part_bytes(cache_config, head_dim)
+    parts, second = further_bytes(cache_config, head_dim)
     of_all = span_bytes(cache_config, head_dim) - cache_config.groups_per_span * (second + sum(parts))
     for length in lengths:
         total += -(-length // cache_config.span_tokens) * of_all

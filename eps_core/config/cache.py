@@ -169,7 +169,7 @@ class CacheConfig:
     def _settle_correction(self) -> None:
         unit = max(self.block_size, self.S)
         require(
-            not self.correction_tokens or not self.has_norm_estimate,
+            not self.correction_tokens or not self.method_spec.norm_estimate,
             f"eps-correction mean needs estimates of masses, and those of method {self.method} are norms: use "
             "--eps-correction drop, or another method",
         )
@@ -275,11 +275,6 @@ class CacheConfig:
         return self.span_tokens // self.S
 
     @cached_property
-    def needs_centroid(self) -> bool:
-        """Return whether codes speak of a centroid, the mean of the first keys a cache sees, and wait for it."""
-        return self.method_spec.centroid_codes
-
-    @cached_property
     def has_bounds(self) -> bool:
         """Return whether an error bound can be taken."""
         return self.own_bounds or self.bound_bits > 0
@@ -293,11 +288,6 @@ class CacheConfig:
     def sums_heads(self) -> bool:
         """Return whether estimates of the query heads of a kv head can be summed (`SelectionConfig.combine`)."""
         return self.mean_tokens > 0 and not self.rq_bounds
-
-    @cached_property
-    def has_norm_estimate(self) -> bool:
-        """Return whether estimates are norms |K a|, never negative, and not logarithms of masses."""
-        return self.method_spec.norm_estimate
 
     @cached_property
     def bound_store(self) -> "CacheConfig":

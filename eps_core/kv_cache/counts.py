@@ -44,7 +44,7 @@ class CountsRereads:
 
     def can_encode(self, layer: int) -> bool:
         """Return whether full groups have summaries: key codes wait for their centroid."""
-        return not self.cache_config.needs_centroid or self.centroid[layer] is not None
+        return not self.cache_config.method_spec.centroid_codes or self.centroid[layer] is not None
 
     def parts(self) -> list[Any]:
         """Return the cache and those beside it, of bounds and of the skipped-mass correction, that have summaries."""

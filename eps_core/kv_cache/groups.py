@@ -1,6 +1,5 @@
 """Which groups a write fills, finalizes or leaves open: integers only."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,6 @@ class WritePlan:
     Summaries of part groups that are not finalized are no longer valid.
     """
 
-    slots: np.ndarray  # [N]
     full_groups: np.ndarray  # [F] group rows of which all S tokens are in hand
     full_tokens: np.ndarray  # [F, S] their indices into N
     part_groups: np.ndarray  # [R] group rows of which some tokens are in hand
@@ -48,7 +46,6 @@ class GroupState:
         self.groups_per_unit = cache_config.spans_per_unit
         self.groups_per_span = cache_config.groups_per_span
         self.fill = np.zeros(num_units * cache_config.spans_per_unit, dtype=np.int16)  # tokens written, [P * U / S]
-        self.num_evicted = 0
         self.history = 0  # a hash of all that was done to `fill`: states of equal history are equal
         self._open: dict[int, int] = {}  # group row -> open slot, oldest claim first
         self._free_open = list(range(max_open_groups))[::-1]
@@ -86,16 +83,13 @@ class GroupState:
         columns = np.arange(part_counts.max(initial=0))
         at = np.minimum(starts[part][:, None] + columns, num_tokens - 1)
         finalized = after[part] == size
-        for group in groups[before < old_fill].tolist():
-            self._release_open(group)
+        self._release_open(*groups[before < old_fill].tolist())
         for group in groups[part & (before == 0)].tolist():
             self._claim_open(group)
         part_open = np.array([self._open.get(group, -1) for group in part_groups.tolist()], dtype=np.int64)
         # Finalized groups give their slots back last: a group that starts in this call must not get one of them
-        for group in part_groups[finalized].tolist():
-            self._release_open(group)
+        self._release_open(*part_groups[finalized].tolist())
         return WritePlan(
-            slots=slots,
             full_groups=groups[is_full],
             full_tokens=order[full[:, None] + np.arange(size)],
             part_groups=part_groups,
@@ -118,17 +112,15 @@ class GroupState:
             self._release_open(row)
         group = np.array([row])
         if self.group_size == 1:
-            return WritePlan(slots, group, _ZERO, _NONE, _NO_TOKENS, _NONE, _NONE, _NONE.astype(bool))
+            return WritePlan(group, _ZERO, _NONE, _NO_TOKENS, _NONE, _NONE, _NONE.astype(bool))
         if offset == 0:
             self._claim_open(row)
         is_finalized = offset + 1 == self.group_size
         part_open = np.array([self._open.get(row, -1)])
         if is_finalized:
             self._release_open(row)
-        return WritePlan(
-            slots, _NONE, np.zeros((0, self.group_size), np.int64), group, _ZERO, np.array([offset]), part_open,
-            np.array([is_finalized]),
-        )  # fmt: skip
+        no_tokens = np.zeros((0, self.group_size), np.int64)
+        return WritePlan(_NONE, no_tokens, group, _ZERO, np.array([offset]), part_open, np.array([is_finalized]))
 
     def follow(self, other: "GroupState", slots: np.ndarray) -> None:
         """Becomes as full as another layer's state after a write that both take, for methods without accumulators: a
@@ -146,9 +138,9 @@ class GroupState:
         """Makes the groups of one unit as full as another's; the caller copies the accumulators of the returned open
         slots [(src, dst)], in order. The two are equal where src lost its slot to dst because no other was left."""
         assert src_unit != dst_unit, "a unit is copied onto itself"
-        self.release([dst_unit])
         self.history = hash((self.history, "copy", src_unit, dst_unit))
         src, dst = src_unit * self.groups_per_unit, dst_unit * self.groups_per_unit
+        self._release_open(*range(dst, dst + self.groups_per_unit))
         self.fill[dst : dst + self.groups_per_unit] = self.fill[src : src + self.groups_per_unit]
         pairs = []
         for sub in range(self.groups_per_unit):
@@ -171,8 +163,7 @@ class GroupState:
         groups, fill = np.asarray(groups)[less], np.asarray(fill)[less]
         self.history = hash((self.history, "trust", groups.tobytes(), fill.tobytes()))
         self.fill[groups] = fill
-        for group in groups.tolist():
-            self._release_open(group)
+        self._release_open(*groups.tolist())
 
     def reopen(self, groups: np.ndarray) -> None:
         """Full groups [N] whose keys were not known count as one token short: they get no summary."""
@@ -190,24 +181,14 @@ class GroupState:
         if len(changed):
             self.history = hash((self.history, "void", changed.tobytes(), kept.tobytes()))
             self.fill[changed] = kept
-            for group in changed.tolist():
-                self._release_open(group)
+            self._release_open(*changed.tolist())
         return changed
 
     def forget(self) -> None:
         """Nothing is known of any group: the pool was, or may have been, written by others."""
         self.history = hash((self.history, "forget"))
+        self._release_open(*self._open)
         self.fill[:] = 0
-        for group in list(self._open):
-            self._release_open(group)
-
-    def release(self, units: Iterable[int]) -> None:
-        """Forgets what the groups of some units hold. Need not be called for freed units: offset 0 starts again."""
-        for unit in units:
-            self.history = hash((self.history, "release", unit))
-            for group in range(unit * self.groups_per_unit, (unit + 1) * self.groups_per_unit):
-                self._release_open(group)
-                self.fill[group] = 0
 
     def _remember(self, slots: np.ndarray) -> None:
         self.history = hash((self.history, slots.tobytes()))
@@ -216,11 +197,11 @@ class GroupState:
         self._release_open(group)
         if not self._free_open:
             self._release_open(next(iter(self._open)))
-            self.num_evicted += 1
         slot = self._open[group] = self._free_open.pop()
         return slot
 
-    def _release_open(self, group: int) -> None:
-        slot = self._open.pop(group, None)
-        if slot is not None:
-            self._free_open.append(slot)
+    def _release_open(self, *groups: int) -> None:
+        for group in groups:
+            slot = self._open.pop(group, None)
+            if slot is not None:
+                self._free_open.append(slot)

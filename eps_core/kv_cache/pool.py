@@ -106,8 +106,7 @@ class PagePool:
         The caller runs the copies (`backend.copy_units`) and then writes K and V to the slots, before any further call
         about this sequence. Raises ConfigError and changes nothing where the free units do not suffice.
         """
-        assert sequence in self._live, "append to a sequence that was freed or belongs to another pool"
-        assert sequence not in self._reserved, "append to a sequence with reserved slots: commit or release first"
+        self._check_held(sequence, "append to")
         new = [int(token) for token in token_ids]
         slots, copies = self._lengthen(sequence, len(new))
         sequence.tokens += new
@@ -118,8 +117,7 @@ class PagePool:
         is appended, and what is written to the slots is neither found by `open` nor taken by `fork`. `commit` or
         `release` must come before anything else about this sequence but `fork` and `free`. Raises ConfigError and
         changes nothing where the free units do not suffice."""
-        assert sequence in self._live, "reserve for a sequence that was freed or belongs to another pool"
-        assert sequence not in self._reserved, "reserve for a sequence with reserved slots: commit or release first"
+        self._check_held(sequence, "reserve for")
         num_units = len(sequence.table)
         slots, copies = self._lengthen(sequence, num_tokens)
         self._reserved[sequence] = num_units, num_tokens
@@ -187,8 +185,7 @@ class PagePool:
     def rewind(self, sequence: Sequence, length: int) -> None:
         """Takes the tokens after the first `length` back: what is appended next is written over them, in the same
         units, which stay the sequence's. Nobody else may hold those units."""
-        assert sequence in self._live, "rewind of a sequence that was freed or belongs to another pool"
-        assert sequence not in self._reserved, "rewind of a sequence with reserved slots: commit or release first"
+        self._check_held(sequence, "rewind of")
         kept = length // self.unit_tokens
         for unit in sequence.table[kept:]:
             assert self.ref_counts[unit] == 1, f"unit {unit} is another sequence's too: it cannot be written over"
@@ -198,8 +195,7 @@ class PagePool:
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Takes the tokens after the first `length` back and gives their units up. Forks that hold these keep them: the
         unit that `length` ends in is then copied before it is written again."""
-        assert sequence in self._live, "truncate of a sequence that was freed or belongs to another pool"
-        assert sequence not in self._reserved, "truncate of a sequence with reserved slots: commit or release first"
+        self._check_held(sequence, "truncate of")
         assert 0 <= length <= sequence.length, f"{length} is no length of a sequence of {sequence.length} tokens"
         kept = -(-length // self.unit_tokens)
         for unit in reversed(sequence.table[kept:]):
@@ -210,8 +206,7 @@ class PagePool:
         """Makes the units at these `places` of a sequence's table its own, to be written over whole or in part: copies
         [(src, dst)] of those that forks hold, too, which keep theirs. What was written there before is no longer found.
         Raises ConfigError and changes nothing where the free units do not suffice."""
-        assert sequence in self._live, "a sequence that was freed or belongs to another pool owns no unit"
-        assert sequence not in self._reserved, "own of a sequence with reserved slots: commit or release first"
+        self._check_held(sequence, "own of")
         found = sorted(set(places))
         shared = [place for place in found if self.ref_counts[sequence.table[place]] > 1]
         self.require(len(shared), f"a sequence of {sequence.length} tokens that forks share")
@@ -300,6 +295,10 @@ class PagePool:
         assert set(self._free) == unused, "the free list is not the units without a reference"
         published = {content: unit for unit, content in enumerate(self._hash_of) if content is not None}
         assert published == self._unit_of, "the two directions of the hash map differ"
+
+    def _check_held(self, sequence: Sequence, act: str) -> None:
+        assert sequence in self._live, f"{act} a sequence that was freed or belongs to another pool"
+        assert sequence not in self._reserved, f"{act} a sequence with reserved slots: commit or release first"
 
     def _take(self, unit: int) -> None:
         if not self.ref_counts[unit]:

@@ -69,7 +69,7 @@ def select_threshold(config: EpsConfig, estimate: np.ndarray, always_selected: n
         if full:
             threshold = (
                 heap[0] / config.selection_config.alpha
-                if config.cache_config.has_norm_estimate
+                if config.cache_config.method_spec.norm_estimate
                 else heap[0] - np.log(config.selection_config.alpha)
             )
         if estimate[group] >= threshold:

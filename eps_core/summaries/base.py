@@ -82,7 +82,8 @@ class MethodSpec:
     bounds_setting: str = ""  # the setting that stores them nevertheless
     # codes of 1 bit about the mean of a unit (`unit`); they may have a rescoring bit, and `rescore` scores with it
     coded: bool = False
-    centroid_codes: bool = False  # codes about a mean of the first keys a cache sees: `constants` has its "centroid"
+    # codes about the mean of the first keys a cache sees, "centre" in `constants`, which full groups wait for
+    centroid_codes: bool = False
     follows: bool = False  # keeps running statistics of partial groups, so that nothing is read again: `running` says
     # which ({}: the summary itself), `extend` adds keys, `finalize` makes the summary of them
     reads_keys: bool = False  # stores nothing: is given the groups' keys [.., S, D] as a summary

@@ -25,9 +25,7 @@ SPEC = MethodSpec(
 # Step of the rescoring bit in mean absolute values: that of the best uniform quantiser of a unit Gaussian with four
 # levels (Max 1960), and a Gaussian's mean absolute value
 SECOND_STEP = 0.9957 * 1.2533141373155003
-QUERY_STEPS = (
-    31  # to each side: four dimensions of a rounded query sum within int8, so that tables of nibbles are exact
-)
+QUERY_STEPS = 31  # to each side: four dimensions of a rounded query sum within int8: tables of nibbles are exact
 PARTS = {1: ("codes",), 2: ("codes", "rest"), 3: ("codes", "more", "rest")}  # the fields of a code, in their order
 
 
@@ -241,15 +239,11 @@ def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndar
     dots = base.from_byte(summary["scale"]) * (_signs(settings, summary, len(a), 1) @ rotate(a, settings.seed))
     mean = (_unit_base(settings, summary, a) + dots).reshape(-1)
     error, radius, norm = (base.f64(summary, name).reshape(-1) for name in ("error", "radius", "norm"))
-    size, stored = np.linalg.norm(a), _stored_norm(settings, summary, len(a))
-    slack = base.rounding_slack(a, norm + radius + stored)
-    return estimate, mean - size * error - slack, mean + size * radius + slack
-
-
-def _stored_norm(settings: Settings, summary: Summary, head_dim: int) -> np.ndarray:
-    """At least |m_hat| of each group: [units N]. It is added and taken away again, whatever the size of the keys."""
+    # the mean, at most so large, is added and taken away again, whatever the size of the keys
     most = 2 ** (settings.mean_bits - 1) - 1
-    return np.repeat(base.f64(summary, "mean_scale") * most * np.sqrt(head_dim), settings.span_tokens // settings.S)
+    stored = np.repeat(base.f64(summary, "mean_scale") * most * np.sqrt(len(a)), settings.span_tokens // settings.S)
+    size, slack = np.linalg.norm(a), base.rounding_slack(a, norm + radius + stored)
+    return estimate, mean - size * error - slack, mean + size * radius + slack
 
 
 def rescore(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> np.ndarray:
