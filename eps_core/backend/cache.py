@@ -128,13 +128,11 @@ def write_kv(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.nda
             return kernel.run(cache, layer, k, v, slots)
     placed = None if kernels.place_rows is None else kernels.place_rows(cache, layer, k, v, slots)
     if placed is None:
-        keys, values = write_rows(ops, cache, layer, k, v, slots)
-        note_finite(ops, cache, layer, keys)
-    else:
-        keys, values, finite = placed
-        if not finite:
-            with ops.place(cache):
-                cache.finite[layer] &= False
+        return written(ops, cache, layer, *write_rows(ops, cache, layer, k, v, slots), slots)
+    keys, values, finite = placed
+    if not finite:
+        with ops.place(cache):
+            cache.finite[layer] &= False
     return follow_write(ops, cache, layer, keys, values, slots)
 
 
@@ -175,16 +173,12 @@ def settle(ops: Ops, cache: Any) -> None:
         wait()
 
 
-def note_finite(ops: Ops, cache: Any, layer: int, keys: Array) -> None:
-    """Keep for `check_finite` whether K [N, Hkv, D] is finite."""
+def written(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots: np.ndarray) -> Any:
+    """Do what follows from rows [N, Hkv, D] as they were stored in slots [N]: note for `check_finite` whether K is
+    finite, and `follow_write`."""
     with ops.place(cache):
         # in place: a captured graph writes to it, too
         cache.finite[layer] &= ops.isfinite(keys).all()
-
-
-def written(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots: np.ndarray) -> Any:
-    """Do what follows from rows [N, Hkv, D] as they were stored in slots [N] by others."""
-    note_finite(ops, cache, layer, keys)
     return follow_write(ops, cache, layer, keys, values, slots)
 
 

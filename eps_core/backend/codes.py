@@ -42,25 +42,9 @@ def _to_int8(ops: Ops, x: Array, scale: Array) -> Array:
     return ops.int8(ops.round(x / scale))
 
 
-def _from_int8(ops: Ops, codes: Array) -> Array:
-    return ops.float32(codes)
-
-
-def _to_int4(ops: Ops, x: Array, scale: Array) -> Array:
-    return _pairs(ops.uint8(_to_int8(ops, x, scale) + 8))
-
-
-def _from_int4(ops: Ops, codes: Array) -> Array:
-    return ops.float32(_of_pairs(ops, codes)) - 8
-
-
 def _to_fp8(ops: Ops, x: Array, scale: Array) -> Array:
     # the scale keeps this at most 448, but for a rounding, which is nothing beside a step
     return ops.to_fp8(x / scale)
-
-
-def _from_fp8(ops: Ops, codes: Array) -> Array:
-    return ops.from_fp8(codes)
 
 
 def _to_nvfp4(ops: Ops, x: Array, scale: Array) -> Array:
@@ -102,8 +86,11 @@ def _of_pairs(ops: Ops, packed: Array) -> Array:
 
 
 CODERS: dict[FormatName, tuple[Callable[[Ops, Array, Array], Array], Callable[[Ops, Array], Array]]] = {
-    8: (_to_int8, _from_int8),
-    "fp8": (_to_fp8, _from_fp8),
-    4: (_to_int4, _from_int4),
+    8: (_to_int8, lambda ops, codes: ops.float32(codes)),
+    "fp8": (_to_fp8, lambda ops, codes: ops.from_fp8(codes)),
+    4: (
+        lambda ops, x, scale: _pairs(ops.uint8(_to_int8(ops, x, scale) + 8)),
+        lambda ops, codes: ops.float32(_of_pairs(ops, codes)) - 8,
+    ),
     "nvfp4": (_to_nvfp4, _from_nvfp4),
 }

@@ -27,11 +27,6 @@ def _best(ops: Ops, keys: Array, count: Array, most: int) -> Array:
     return (above | (tied & (ops.running_count(tied) <= room))) & (count > 0)
 
 
-def select_topk(ops: Ops, estimate: Array, always_selected: Array, count: Array, most: int) -> Array:
-    """Always selected groups, then the best: `count` [B, Hkv or 1, 1] <= `most` in all."""
-    return _best(ops, ops.where(always_selected, math.inf, estimate), count, most)
-
-
 def select_threshold(ops: Ops, config: EpsConfig, estimate: Array, always_selected: Array) -> Array:
     """The threshold rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far; of masses minus
     log alpha, where estimates are their logarithms. T / alpha <= B_j says that fewer than top_pages newer groups have
@@ -79,7 +74,8 @@ def _selected(ops: Ops, scores: Scores, plan: StepPlan, layer: int) -> tuple[Arr
     if selection_config.policy == "topk":
         uniform = plan.budget(plan.num_always_selected + np.asarray(scores.num_missing, np.int64))
         count = ops.on(estimate, uniform.astype(np.int32))[:, None, None]
-        selected_mask = select_topk(ops, estimate, always_selected, count, max(int(uniform.max()), 1))
+        first = ops.where(always_selected, math.inf, estimate)
+        selected_mask = _best(ops, first, count, max(int(uniform.max()), 1))
     else:
         selected_mask = select_threshold(ops, plan.config, estimate, always_selected) & inside
     modes = selection_config.head_modes[layer] if selection_config.head_modes else ()

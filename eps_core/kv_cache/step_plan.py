@@ -97,10 +97,8 @@ class StepPlan(Shared):
     def sums_after(self, passes: int, head_dim: int) -> bool:
         """Return whether estimates are sums over query heads once `passes` further parts of codes, rescoring bits among
         them, are read: of the last that is read."""
-        selection_config = self.config.selection_config
-        return selection_config.combine == "sum" and passes == len(self.cascaded(head_dim)) + (
-            selection_config.rescore > 0
-        )
+        last = len(self.cascaded(head_dim)) + (self.config.selection_config.rescore > 0)
+        return self.config.selection_config.combine == "sum" and passes == last
 
     def budget(self, num_always_selected: np.ndarray) -> np.ndarray:
         """Groups that topk selects of each sequence [B] int64: the budget, but all of the `num_always_selected` [B] and
@@ -124,11 +122,10 @@ class StepPlan(Shared):
 
     def summary_bytes(self, spec: CacheSpec) -> int:
         """Return the bytes that scoring reads of summaries in one layer: `bytes.scoring_bytes` of each kv head."""
-
-        def count() -> int:
-            return spec.num_kv_heads * scoring_bytes(self.config, spec.head_dim, self.lengths.tolist())
-
-        return self.once(("summary_bytes", spec.head_dim, spec.num_kv_heads), count)
+        each = self.once(
+            ("summary_bytes", spec.head_dim), lambda: scoring_bytes(self.config, spec.head_dim, self.lengths.tolist())
+        )
+        return spec.num_kv_heads * each
 
     def bound_bytes(self, spec: CacheSpec, num_skipped: int) -> int:
         """Return the bytes of key codes that bounds of `num_skipped` groups read, summed as in `kv_bytes`."""
@@ -167,11 +164,8 @@ class StepPlan(Shared):
 
     def num_missing(self, state: GroupState) -> np.ndarray:
         """Return how many of these are not sink or recent tokens [B] int64: they must be selected too."""
-
-        def count() -> np.ndarray:
-            return self._num_selectable(state, self._missing_spans(state))
-
-        return self.once(self._of_state("num_missing", state), count)
+        key = self._of_state("num_missing", state)
+        return self.once(key, lambda: self._num_selectable(state, self._missing_spans(state)))
 
     def num_always_selected_after_write(self, state: GroupState, finalizes: bool) -> np.ndarray:
         """Return how many groups of each sequence are always selected [B] int64 once the step has written its token,

@@ -66,18 +66,6 @@ def _to_int8(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return np.round(x / scale).astype(np.int8)
 
 
-def _from_int8(codes: np.ndarray) -> np.ndarray:
-    return codes.astype(np.float32)
-
-
-def _to_int4(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    return _pairs((_to_int8(x, scale) + 8).astype(np.uint8))
-
-
-def _from_int4(codes: np.ndarray) -> np.ndarray:
-    return _of_pairs(codes).astype(np.float32) - 8
-
-
 def _to_fp8(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     # the scale keeps this at most 448, but for a rounding, which is nothing beside a step
     return (x / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -126,8 +114,11 @@ def _of_pairs(packed: np.ndarray) -> np.ndarray:
 
 
 CODERS: dict[FormatName, tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]] = {
-    8: (_to_int8, _from_int8),
+    8: (_to_int8, lambda codes: codes.astype(np.float32)),
     "fp8": (_to_fp8, _from_fp8),
-    4: (_to_int4, _from_int4),
+    4: (
+        lambda x, scale: _pairs((_to_int8(x, scale) + 8).astype(np.uint8)),
+        lambda codes: _of_pairs(codes).astype(np.float32) - 8,
+    ),
     "nvfp4": (_to_nvfp4, _from_nvfp4),
 }
