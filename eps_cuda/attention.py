@@ -34,7 +34,7 @@ def attend(cache: Cache, layer: int, q: Tensor, plan: StepPlan, selection: Selec
     return _attend(OPS, cache, layer, q, plan, selection)
 
 
-@kernel_first(lambda kernels: kernels.attend)
+@kernel_first
 @torch.inference_mode()
 def _attend(ops: Ops, cache: Cache, layer: int, q: Tensor, plan: StepPlan, selection: Selection | None) -> State:
     batch, num_heads, head_dim = q.shape

@@ -34,7 +34,7 @@ def attend(cache: Cache, layer: int, q: mx.array, plan: StepPlan, selection: Sel
     return _attend(OPS, cache, layer, q, plan, selection)
 
 
-@kernel_first(lambda kernels: kernels.attend)
+@kernel_first
 def _attend(ops: Ops, cache: Cache, layer: int, q: mx.array, plan: StepPlan, selection: Selection | None) -> State:
     batch, num_heads, head_dim = q.shape
     kv_heads = cache.spec.num_kv_heads

@@ -54,9 +54,10 @@ class KernelTable:
     listing: Callable[[Array, int], tuple[Array, Array]] | None = None
     settle: Callable[[], None] | None = None  # waits until no kernel reads a pool that is about to be written
 
-    def serving(self, kernel: Kernel | None, operation: str, *arguments: Any, **named: Any) -> Kernel | None:
-        """Return a kernel of this table if it supports the arguments. Otherwise array operations serve, and a warning
-        names the operation and the reason, once in a process."""
+    def serving(self, operation: str, *arguments: Any, **named: Any) -> Kernel | None:
+        """Return this table's kernel of an operation if it supports the arguments. Otherwise array operations serve,
+        and a warning names the operation and the reason, once in a process."""
+        kernel: Kernel | None = getattr(self, operation)
         if kernel is None:
             return None
         reason = kernel.unsupported(*arguments, **named)
@@ -71,26 +72,20 @@ def _name_fallback(family: str, operation: str, reason: str) -> None:
     logger.warning("kernels %s do not support %s of %s: array operations instead", family, operation, reason)
 
 
-def kernel_first(
-    entry: Callable[[KernelTable], Kernel | None],
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for functions over arrays whose first argument is the library's `Ops` and whose second, a
-    cache or scores, names its `kernels`: the entry of their table comes first where it supports the arguments."""
+def kernel_first(arrays: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function over arrays whose first argument is the library's `Ops` and whose second, a cache or scores,
+    names its `kernels`: the entry of that name in their table comes first where it supports the arguments."""
+    operation = arrays.__name__.lstrip("_")
 
-    def decorate(arrays: Callable[P, R]) -> Callable[P, R]:
-        operation = arrays.__name__.lstrip("_")
+    @wraps(arrays)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        ops: Any = args[0]
+        cache: Any = args[1]
+        table: KernelTable = ops.kernels_of(cache.kernels)
+        kernel = table.serving(operation, *args[1:], **kwargs)
+        return arrays(*args, **kwargs) if kernel is None else kernel.run(*args[1:], **kwargs)
 
-        @wraps(arrays)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            ops: Any = args[0]
-            cache: Any = args[1]
-            table: KernelTable = ops.kernels_of(cache.kernels)
-            kernel = table.serving(entry(table), operation, *args[1:], **kwargs)
-            return arrays(*args, **kwargs) if kernel is None else kernel.run(*args[1:], **kwargs)
-
-        return call
-
-    return decorate
+    return call
 
 
 def unread_codes(cache: Any, *arguments: Any, **named: Any) -> str | None:

@@ -32,7 +32,7 @@ def attend_rows(ops: Ops, cache: Any, layer: int, q: Array, rows: Rows, selected
     return _attend_rows(ops, cache, layer, q, rows, selected_mask)
 
 
-@kernel_first(lambda kernels: kernels.attend_rows)
+@kernel_first
 def _attend_rows(
     ops: Ops, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None
 ) -> RowsRead:
@@ -90,7 +90,7 @@ def merge(ops: Ops, first: State, second: State) -> State:
         return ops.cast(out, out1.dtype), base + ops.log(total)
 
 
-@kernel_first(lambda kernels: kernels.attend_correction)
+@kernel_first
 def attend_correction(
     ops: Ops, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
 ) -> State:
@@ -123,7 +123,7 @@ def attend_correction(
         return out.reshape(batch, -1, spec.head_dim), correction.reshape(batch, -1)
 
 
-@kernel_first(lambda kernels: kernels.add_correction)
+@kernel_first
 def add_correction(
     ops: Ops, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, state: State
 ) -> State:

@@ -123,7 +123,7 @@ def write_kv(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.nda
     kernels = ops.kernels_of(cache.kernels)
     # a decode step's tokens lie in units of their own, a prefill's do not
     if kernels.write_kv is not None and len(np.unique(slots // cache.cache_config.unit_tokens)) == len(slots):
-        kernel = kernels.serving(kernels.write_kv, "write_kv", cache, layer, k, v, slots)
+        kernel = kernels.serving("write_kv", cache, layer, k, v, slots)
         if kernel is not None:
             return kernel.run(cache, layer, k, v, slots)
     placed = None if kernels.place_rows is None else kernels.place_rows(cache, layer, k, v, slots)
@@ -299,9 +299,9 @@ def finalize(ops: Ops, cache: Any, layer: int, groups: np.ndarray, keys: Array |
 def _summarise(ops: Ops, cache: Any, layer: int, k: Array) -> Summary:
     """Summaries of full groups: k [F, Hkv, S, D]."""
     cache_config, constants = cache.cache_config, cache.constants(layer)
-    kernels = ops.kernels_of(cache.kernels)
-    of_codes = kernels.build_summary if cache_config.method_spec.coded else None  # other methods have none
-    kernel = kernels.serving(of_codes, "build_summary", cache_config, constants, k)
+    kernel = None
+    if cache_config.method_spec.coded:  # other methods have none
+        kernel = ops.kernels_of(cache.kernels).serving("build_summary", cache_config, constants, k)
     if kernel is None:
         return build_summary(ops, cache_config, constants, k)
     summary: Summary = kernel.run(cache_config, constants, k)

@@ -25,7 +25,7 @@ class Race(NamedTuple):
     place: Array | None  # [B, Hkv, G] indices: where in the former they are; None: the latter
 
 
-@kernel_first(lambda kernels: kernels.score)
+@kernel_first
 def score(ops: Ops, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
     """Estimates [B, Hkv, G] of every group, of the query heads of each kv head as `SelectionConfig.combine` says, and
     bounds [B, Hkv, R, G]: q [B, Hq, D] unscaled. See `Scores` for what the numbers mean."""

@@ -49,7 +49,7 @@ def select_threshold(ops: Ops, config: EpsConfig, estimate: Array, always_select
     return always_selected | (ops.concatenate(parts, axis=-1) & ops.isfinite(estimate))
 
 
-@kernel_first(lambda kernels: kernels.select)
+@kernel_first
 def select(ops: Ops, scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
     `layer` says which head modes apply, where the config has any. Runs where scores are: on MLX's default device."""
@@ -113,7 +113,7 @@ def selection_mask(ops: Ops, selection: Selection, num_groups: int) -> Array:
     return ops.put_along(selected_mask, ops.where(groups < 0, num_groups, groups), True)[..., :num_groups]
 
 
-@kernel_first(lambda kernels: kernels.skipped_mass)
+@kernel_first
 def skipped_mass(ops: Ops, scores: Scores, selection: Selection) -> Array:
     """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound. Groups without an estimate, which
     are always selected, are left out of both sides."""

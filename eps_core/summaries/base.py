@@ -3,7 +3,7 @@
 A summary of one group is a dict of numpy values in their *stored* dtypes (int8 codes, float16 scalars): rounding is
 part of the method, and every stored bound is rounded to its safe side. One file is one method, a module with
 
-- `SPEC`, and `fields(settings, head_dim)`: what is stored of a group, in its order;
+- `SPEC`, and `fields(settings, head_dim)`: what is stored of a group, in its order, where anything is;
 - `build(settings, constants, k [S, D])`: the summary of one full group of one kv head, k as attention reads it;
 - `score(settings, constants, summary [G, ..], a [D])`: `(estimate, lower, upper)`, each [G], of the natural log of the
   groups' softmax mass for one query head, log A = log sum_i exp(a . k_i), a = scale * q: one estimate (ranks, may be

@@ -2,13 +2,9 @@
 
 import numpy as np
 
-from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary, f64
+from eps_core.summaries.base import Constants, MethodSpec, Score, Settings, Summary, f64
 
 SPEC = MethodSpec(group_size=16, role="evaluation", reads_keys=True, no_bounds="none: it evaluates estimates")
-
-
-def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
-    return {}
 
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:

@@ -31,12 +31,8 @@ def constants(settings: Settings, layer: int, num_kv_heads: int, head_dim: int) 
     return {"phi": jl_projection(settings.seed, layer, num_kv_heads, head_dim, settings.dim or 0)}
 
 
-def running(settings: Settings, head_dim: int) -> dict[str, Field]:
-    """The sketch is additive: it is its own running statistic."""
-    return {}
-
-
 def extend(settings: Settings, constants: Constants, earlier: Summary, k: np.ndarray, before: int) -> Summary:
+    """The sketch is additive: it is its own running statistic."""
     added = build(settings, constants, k)
     return {"gram": added["gram"] + earlier["gram"]} if before else added
 

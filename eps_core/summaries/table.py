@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -44,10 +45,16 @@ def names(which: Callable[[MethodSpec], object]) -> tuple[str, ...]:
     return tuple(name for name in METHODS if which(method_spec(name)))
 
 
+def _given(settings: Settings, what: str, *args: int) -> dict[str, Any]:
+    """Return what the function of that name in the method's file gives; {} where it has none."""
+    make = getattr(METHODS.get(settings.method), what, None)
+    found: dict[str, Any] = make(settings, *args) if make else {}
+    return found
+
+
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
     """Return the arrays stored of one group of one layer and kv head, in its order."""
-    found: dict[str, Field] = {} if settings.method == OFF else METHODS[settings.method].fields(settings, head_dim)
-    return found
+    return _given(settings, "fields", head_dim)
 
 
 @lru_cache  # every step asks
@@ -58,17 +65,13 @@ def num_parts(settings: Settings, head_dim: int) -> int:
 
 def running(settings: Settings, head_dim: int) -> dict[str, Field]:
     """The running statistics of one partial group, kept beside the pool."""
-    name = settings.method
-    found: dict[str, Field] = METHODS[name].running(settings, head_dim) if method_spec(name).follows else {}
-    return found
+    return _given(settings, "running", head_dim)
 
 
 def constants(settings: Settings, layer: int, num_kv_heads: int, head_dim: int) -> Constants:
     """Return the arrays that builders and scorers of a layer need besides keys, from the seed: values shared with the
     backends, no code. Arrays [Hkv, ..], of each kv head, but `signs` [2, D], which all of them share."""
-    make = getattr(METHODS[settings.method], "constants", None)
-    found: Constants = make(settings, layer, num_kv_heads, head_dim) if make else {}
-    return found
+    return _given(settings, "constants", layer, num_kv_heads, head_dim)
 
 
 def build_summary(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:

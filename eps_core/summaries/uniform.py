@@ -2,13 +2,9 @@
 
 import numpy as np
 
-from eps_core.summaries.base import Constants, Field, MethodSpec, Score, Settings, Summary
+from eps_core.summaries.base import Constants, MethodSpec, Score, Settings, Summary
 
 SPEC = MethodSpec(group_size=16, role="evaluation", colour=9, by_place=True, no_bounds="none: it looks at no key")
-
-
-def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
-    return {}
 
 
 def constants(settings: Settings, layer: int, num_kv_heads: int, head_dim: int) -> Constants:
