@@ -53,9 +53,34 @@ def select_threshold(ops: Ops, config: EpsConfig, estimate: Array, always_select
 def select(ops: Ops, scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
     `layer` says which head modes apply, where the config has any. Runs where scores are: on MLX's default device."""
+    num_always_selected = plan.num_always_selected + np.asarray(scores.num_missing, np.int64)
     with ops.place():
-        selected_mask, uniform, wanted = _selected(ops, scores, plan, layer)
-        num_always_selected = plan.num_always_selected + np.asarray(scores.num_missing, np.int64)
+        selection_config, estimate = plan.config.selection_config, scores.estimate
+        inside = ops.on(estimate, plan.inside)[:, None, :]
+        always_selected = (ops.on(estimate, plan.always_selected)[:, None, :] | (estimate == math.inf)) & inside
+        uniform = wanted = None
+        if selection_config.policy == "topk":
+            uniform = plan.budget(num_always_selected)
+            count = ops.on(estimate, uniform.astype(np.int32))[:, None, None]
+            first = ops.where(always_selected, math.inf, estimate)
+            selected_mask = _best(ops, first, count, max(int(uniform.max()), 1))
+        else:
+            selected_mask = select_threshold(ops, plan.config, estimate, always_selected) & inside
+        modes = selection_config.head_modes[layer] if selection_config.head_modes else ()
+        if set(modes) - {"gate"}:
+            uniform = None
+            dense, window = (
+                ops.on(estimate, np.array([mode == name for mode in modes]))[None, :, None]
+                for name in ("dense", "window")
+            )
+            selected_mask = ops.where(dense, inside, ops.where(window, always_selected, selected_mask))
+        if uniform is None:  # a policy that wants nothing still reads the best group: attention over none has no value
+            one = ops.on(estimate, np.ones((1, 1, 1), np.int32))
+            best = _best(ops, ops.where(inside, estimate, -math.inf), one, 1)
+            selected_mask = selected_mask | (best & ~selected_mask.any(axis=-1, keepdims=True))
+        if selection_config.scope == "union":
+            wanted, uniform = ops.int32(selected_mask.sum(axis=-1)), None
+            selected_mask = ops.broadcast_to(selected_mask.any(axis=1, keepdims=True), selected_mask.shape)
         width = selected_mask.shape[-1] if uniform is None else max(int(uniform.max()), 1)
         listing = ops.kernels_of(scores.kernels).listing
         if listing is not None:
@@ -63,36 +88,6 @@ def select(ops: Ops, scores: Scores, plan: StepPlan, layer: int = 0) -> Selectio
             return Selection(listed, counts, uniform, num_always_selected, wanted, selected_mask)
         counts = ops.int32(selected_mask.sum(axis=-1))
         return Selection(ascending(ops, selected_mask, width), counts, uniform, num_always_selected, wanted)
-
-
-def _selected(ops: Ops, scores: Scores, plan: StepPlan, layer: int) -> tuple[Array, np.ndarray | None, Array | None]:
-    """Return the mask [B, Hkv, G] of selected groups, and `Selection`'s `uniform` and `wanted`."""
-    selection_config, estimate = plan.config.selection_config, scores.estimate
-    inside = ops.on(estimate, plan.inside)[:, None, :]
-    always_selected = (ops.on(estimate, plan.always_selected)[:, None, :] | (estimate == math.inf)) & inside
-    uniform = wanted = None
-    if selection_config.policy == "topk":
-        uniform = plan.budget(plan.num_always_selected + np.asarray(scores.num_missing, np.int64))
-        count = ops.on(estimate, uniform.astype(np.int32))[:, None, None]
-        first = ops.where(always_selected, math.inf, estimate)
-        selected_mask = _best(ops, first, count, max(int(uniform.max()), 1))
-    else:
-        selected_mask = select_threshold(ops, plan.config, estimate, always_selected) & inside
-    modes = selection_config.head_modes[layer] if selection_config.head_modes else ()
-    if set(modes) - {"gate"}:
-        uniform = None
-        dense, window = (
-            ops.on(estimate, np.array([mode == name for mode in modes]))[None, :, None] for name in ("dense", "window")
-        )
-        selected_mask = ops.where(dense, inside, ops.where(window, always_selected, selected_mask))
-    if uniform is None:  # a policy that wants nothing still reads the best group: attention over none has no value
-        one = ops.on(estimate, np.ones((1, 1, 1), np.int32))
-        best = _best(ops, ops.where(inside, estimate, -math.inf), one, 1)
-        selected_mask = selected_mask | (best & ~selected_mask.any(axis=-1, keepdims=True))
-    if selection_config.scope == "union":
-        wanted, uniform = ops.int32(selected_mask.sum(axis=-1)), None
-        selected_mask = ops.broadcast_to(selected_mask.any(axis=1, keepdims=True), selected_mask.shape)
-    return selected_mask, uniform, wanted
 
 
 def ascending(ops: Ops, selected_mask: Array, width: int) -> Array:
