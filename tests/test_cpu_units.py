@@ -241,7 +241,7 @@ def test_keys_between_two_are_found_and_those_above_counted():
 
 @kernel()
 def masses(x, mask):
-    return masses_by_mask(x, mask)
+    return masses_by_mask(x, mask, len(x))
 
 
 def test_masses_of_what_a_mask_takes_and_leaves():

@@ -211,13 +211,13 @@ def merge(out, lse, other_out, other_lse, whole, whole_lse):
 def skipped_mass(progress, estimate, selected_mask, shares):
     """Fills shares [B, Hkv] with the estimated share of the softmax outside visit [B, Hkv, G] uint8; groups without an
     estimate are left out of both sides. One phase."""
-    batch, kv_heads, _ = estimate.shape
+    batch, kv_heads, num_groups = estimate.shape
     while True:
         row = take(progress, 0)
         if row >= batch * kv_heads:
             break
         b, h = row // kv_heads, row % kv_heads
-        read, left = masses_by_mask(estimate[b, h], selected_mask[b, h])
+        read, left = masses_by_mask(estimate[b, h], selected_mask[b, h], num_groups)
         total = read + left
         shares[b, h] = left / total if total > 0 else np.float32(0)
         finish(progress, 0)

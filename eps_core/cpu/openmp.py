@@ -21,8 +21,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from eps_core.cpu import attend, best, compile, forks, fused, rows, rows_amx, threads, units
-from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import CLOCK, FAILED, FINISHED, note_time_at
+from eps_core.cpu.vectors import Code, i8, i32, i64
 
 LATE_NS = 500_000  # a member that was awake came within 20 microseconds
 
@@ -39,85 +39,49 @@ def on_team(typing_context, parallel, num_threads, kernel, args):
         _, number_type, kernel_type, args_type = signature.args
         compiled = kernel_type.dispatcher.overloads[tuple(args_type)]
         context.active_code_library.add_linking_library(compiled.library)
-        pointer, unsigned = ir.IntType(8).as_pointer(), ir.IntType(32)
+        pointer, member_type = i8.as_pointer(), ir.FunctionType(ir.VoidType(), [i8.as_pointer()])
         packed = cgutils.alloca_once_value(builder, values[3])
-        member_type = ir.FunctionType(ir.VoidType(), [pointer])
         member = ir.Function(builder.module, member_type, builder.module.get_unique_name("eps_team_member"))
         member.linkage = "internal"
-        inside = ir.IRBuilder(member.append_basic_block("entry"))
+        inside = Code(ir.IRBuilder(member.append_basic_block("entry")))
         unpacked = cgutils.unpack_tuple(inside, inside.load(inside.bitcast(member.args[0], packed.type)))
         function, about = context.declare_function(builder.module, compiled.fndesc), compiled.fndesc
         status, _ = context.call_conv.call_function(inside, function, about.restype, about.argtypes, unpacked)
         progress = context.make_array(args_type[0])(context, inside, unpacked[0])
         data, (phases, width) = progress.data, cgutils.unpack_tuple(inside, progress.shape, 2)
         with inside.if_then(status.is_error), cgutils.for_range(inside, phases) as phase:
-            at = inside.add(inside.mul(phase.index, width), ir.Constant(ir.IntType(64), FAILED))
-            inside.store(ir.Constant(ir.IntType(64), 1), inside.gep(data, [at]))
-        note_time_at(inside, inside.gep(data, [ir.Constant(ir.IntType(64), FINISHED)]))
+            inside.store(i64(1), inside.at(data, (phase.index, width), FAILED))
+        note_time_at(inside, inside.at(data, FINISHED))
         inside.ret_void()
-        parallel_type = ir.FunctionType(ir.VoidType(), [member_type.as_pointer(), pointer, unsigned, unsigned])
+        parallel_type = ir.FunctionType(ir.VoidType(), [member_type.as_pointer(), pointer, i32, i32])
         address = context.cast(builder, values[0], signature.args[0], types.uintp)
         number = context.cast(builder, values[1], number_type, types.uint32)
         begin = builder.inttoptr(address, parallel_type.as_pointer())
-        builder.call(begin, [member, builder.bitcast(packed, pointer), number, ir.Constant(unsigned, 0)])
+        builder.call(begin, [member, builder.bitcast(packed, pointer), number, i32(0)])
         return context.get_dummy_value()
 
     return types.void(parallel, num_threads, kernel, args), codegen
 
 
-# one function each: numba keeps no compiled code of functions made in a loop
+def _launcher(kernel: Any) -> Callable[..., None]:
+    """Return a function of the address of GOMP_parallel, a number of threads and a kernel's arguments that calls the
+    kernel in a team."""
 
+    def launch(parallel, num_threads, *args):
+        on_team(parallel, num_threads, kernel, args)
 
-@kernel(fastmath=FAST)
-def _score_units(parallel, num_threads, *args):
-    on_team(parallel, num_threads, units.score_units, args)
-
-
-@kernel(fastmath=FAST)
-def _select_topk(parallel, num_threads, *args):
-    on_team(parallel, num_threads, best.select_topk, args)
-
-
-@kernel(fastmath=FAST)
-def _attend(parallel, num_threads, *args):
-    on_team(parallel, num_threads, attend.attend, args)
-
-
-@kernel(fastmath=FAST)
-def _attend_correction(parallel, num_threads, *args):
-    on_team(parallel, num_threads, attend.attend_correction, args)
-
-
-@kernel(fastmath=FAST)
-def _skipped_mass(parallel, num_threads, *args):
-    on_team(parallel, num_threads, attend.skipped_mass, args)
-
-
-@kernel(fastmath=FAST)
-def _attend_rows(parallel, num_threads, *args):
-    on_team(parallel, num_threads, rows.attend_rows, args)
-
-
-@kernel(fastmath=FAST)
-def _attend_rows_amx(parallel, num_threads, *args):
-    on_team(parallel, num_threads, rows_amx.attend_rows, args)
-
-
-@kernel(fastmath=FAST)
-def _score_and_read(parallel, num_threads, *args):
-    on_team(parallel, num_threads, fused.score_and_read, args)
+    launch.__qualname__ = f"{kernel.__module__}.{kernel.__name__}"  # by which its code is kept
+    compiled: Callable[..., None] = compile.kernel(fastmath=compile.FAST)(launch)
+    return compiled
 
 
 _LAUNCHERS: dict[Any, Callable[..., None]] = {
-    units.score_units: _score_units,
-    best.select_topk: _select_topk,
-    attend.attend: _attend,
-    attend.attend_correction: _attend_correction,
-    attend.skipped_mass: _skipped_mass,
-    rows.attend_rows: _attend_rows,
-    rows_amx.attend_rows: _attend_rows_amx,
-    fused.score_and_read: _score_and_read,
-}
+    kernel: _launcher(kernel)
+    for kernel in (
+        units.score_units, best.select_topk, attend.attend, attend.attend_correction, attend.skipped_mass,
+        rows.attend_rows, rows_amx.attend_rows, fused.score_and_read,
+    )
+}  # fmt: skip
 
 
 class Patience:

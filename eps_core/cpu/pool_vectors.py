@@ -7,40 +7,16 @@ number. Values of codes are the oracle's to the last bit (`eps_core.reference.pa
 to that type.
 """
 
+import functools
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from eps_core.cpu.vectors import (
-    _LINE,
-    HEADS,
-    LANES,
-    PERMUTES,
-    _broadcast,
-    _call,
-    _data,
-    _f32,
-    _fma,
-    _from_half,
-    _i32,
-    _i64,
-    _int64,
-    _load,
-    _look_up,
-    _prefetch,
-    _prefetch_line,
-    _shuffle,
-    _splat,
-    _store,
-    _sums,
-    _vector,
-    _wide,
-)
+from eps_core.cpu.vectors import HEADS, LANES, LINE, PERMUTES, emits, f32, i8, i16, i32, i64, repeated, splat, vector_of
 
 DOT_ROWS = 4 if PERMUTES else 1  # rows that share a load of the queries: as many as there are registers for
 PREFETCH_ROWS = 32  # how far ahead rows are asked for; changes speed only
-_i8, _i16 = ir.IntType(8), ir.IntType(16)
 _LARGEST_HALF = 65504.0
 
 
@@ -53,11 +29,11 @@ def _rounded(builder, value, kind):
     if kind == types.float32:
         return value
     lanes, power = value.type.count, 2.0 ** (16 if kind == types.uint16 else 13)
-    larger = _fma(builder, value, _splat(power, lanes), value)
-    value = _fma(builder, value, _splat(-power, lanes), larger)
+    larger = builder.fma(value, splat(power, lanes), value)
+    value = builder.fma(value, splat(-power, lanes), larger)
     if kind == types.int16:  # whose largest number's code can round past it
         for most, beyond in ((_LARGEST_HALF, ">"), (-_LARGEST_HALF, "<")):
-            most = _splat(most, lanes)
+            most = splat(most, lanes)
             value = builder.select(builder.fcmp_ordered(beyond, value, most), most, value)
     return value
 
@@ -70,7 +46,8 @@ class _Numbers:
 
     def values(self, channel, lanes: int):
         """`lanes` channels as float32: a vector, or a scalar for one lane."""
-        return _wide(self.builder, self.kind, self.builder.gep(self.pointer, [channel]), lanes)
+        stored = self.builder.load_lanes(self.builder.at(self.pointer, channel), lanes)
+        return self.builder.widened(self.kind, stored)
 
 
 class _Codes:
@@ -80,56 +57,54 @@ class _Codes:
         self.builder, self.bits, self.kind, self.pointer, self.scale = builder, bits, kind, pointer, scale
         self.table = None  # the value of each of sixteen codes
         if bits == 4 and PERMUTES:
-            codes = ir.Constant(_vector(_f32), [ir.Constant(_f32, float(code - 8)) for code in range(16)])
+            codes = ir.Constant(vector_of(f32), [float(code - 8) for code in range(16)])
             self.table = self._of(codes)
 
     def _of(self, codes):
         """The values of codes, a vector of float32."""
-        scale = _broadcast(self.builder, self.scale, codes.type.count)
+        scale = self.builder.broadcast(self.scale, codes.type.count)
         return _rounded(self.builder, self.builder.fmul(codes, scale), self.kind)
 
     def values(self, channel, lanes: int):
         """As of `_Numbers`; a channel is a multiple of `lanes`."""
         builder = self.builder
         if self.bits == 8:
-            codes = _wide(builder, types.int8, builder.gep(self.pointer, [channel]), lanes)
+            codes = builder.widened(types.int8, builder.load_lanes(builder.at(self.pointer, channel), lanes))
         else:
             nibbles = self._nibbles(channel, lanes)
             if self.table is not None and lanes == LANES:
-                return _look_up(builder, self.table, nibbles)
-            four, eight = ((_i32(n) if lanes == 1 else ir.Constant(_vector(_i32, lanes), [n] * lanes)) for n in (15, 8))
+                return builder.look_up(self.table, nibbles)
+            four, eight = (i32(n) if lanes == 1 else repeated(n, lanes) for n in (15, 8))
             codes = builder.sub(builder.and_(nibbles, four), eight)
-            codes = builder.sitofp(codes, _f32 if lanes == 1 else _vector(_f32, lanes))
+            codes = builder.sitofp(codes, f32 if lanes == 1 else vector_of(f32, lanes))
         if lanes > 1:
             return self._of(codes)
-        return builder.extract_element(self._of(_broadcast(builder, codes, 1)), _i32(0))
+        return builder.extract_element(self._of(builder.broadcast(codes, 1)), i32(0))
 
     def _nibbles(self, channel, lanes: int):
         """The codes + 8 of `lanes` channels, in the lowest four bits of int32; what is above is of no meaning."""
         builder = self.builder
-        pointer = builder.gep(self.pointer, [builder.lshr(channel, _i64(1))])
+        pointer = builder.at(self.pointer, builder.lshr(channel, i64(1)))
         if lanes == 1:
-            odd = builder.trunc(builder.and_(channel, _i64(1)), _i32)
-            return builder.lshr(builder.zext(builder.load(pointer), _i32), builder.mul(odd, _i32(4)))
-        pairs = builder.zext(_load(builder, pointer, lanes // 2, _i8), _vector(_i16, lanes // 2))
+            odd = builder.trunc(builder.and_(channel, i64(1)), i32)
+            return builder.lshr(builder.zext(builder.load(pointer), i32), builder.mul(odd, i32(4)))
+        pairs = builder.zext(builder.load_lanes(pointer, lanes // 2), vector_of(i16, lanes // 2))
         # the upper four bits of a byte become the lowest of the next
-        pairs = builder.or_(pairs, builder.shl(pairs, ir.Constant(pairs.type, [4] * (lanes // 2))))
-        return builder.zext(builder.bitcast(pairs, _vector(_i8, lanes)), _vector(_i32, lanes))
+        pairs = builder.or_(pairs, builder.shl(pairs, repeated(4, lanes // 2, i16)))
+        return builder.zext(builder.bitcast(pairs, vector_of(i8, lanes)), vector_of(i32, lanes))
 
 
 class Reader:
     """A pool of rows of `dim` channels, in the code of an intrinsic that was given it."""
 
-    def __init__(self, context, builder, kind, value, dim) -> None:
+    def __init__(self, builder, kind, pool, dim) -> None:
         self.builder, self.dim, self.coded = builder, dim, isinstance(kind, types.BaseTuple)
-        if not self.coded:
-            self.kind, self.bits, self.data = kind.dtype, kind.dtype.bitwidth, _data(context, builder, kind, value)
-            return
-        codes, scales, of = kind.types
-        self.kind, self.bits = of.dtype, 8 if codes.dtype == types.int8 else 4
-        self.data, self.scales = (
-            _data(context, builder, one, builder.extract_value(value, i)) for i, one in enumerate((codes, scales))
-        )
+        if self.coded:
+            codes, _, of = kind.types
+            self.kind, self.bits = of.dtype, 8 if codes.dtype == types.int8 else 4
+            self.data, self.scales, _ = pool
+        else:
+            self.kind, self.bits, self.data = kind.dtype, kind.dtype.bitwidth, pool
 
     def _pointer(self, row, channel):
         """Return where a channel, even where two make a byte, of a row lies."""
@@ -137,186 +112,147 @@ class Reader:
         if self.coded:
             row = builder.mul(row, self.dim)
         place = builder.add(row, channel)
-        return builder.gep(self.data, [builder.lshr(place, _i64(1)) if self.bits == 4 else place])
+        return builder.at(self.data, builder.lshr(place, i64(1)) if self.bits == 4 else place)
 
     def row(self, row):
         """Return the reader of the row of that name."""
-        builder, pointer = self.builder, self._pointer(row, _i64(0))
+        builder, pointer = self.builder, self._pointer(row, i64(0))
         if not self.coded:
             return _Numbers(builder, self.kind, pointer)
-        scale = _from_half(builder, builder.load(builder.gep(self.scales, [row])))
+        scale = builder.from_half(builder.load(builder.at(self.scales, row)))
         return _Codes(builder, self.bits, self.kind, pointer, scale)
 
     def ask_for(self, row, channel, count) -> None:
         """Asks for the cache lines of `count` channels of a row, an int where it is known, and of its scale."""
         builder, pointer = self.builder, self._pointer(row, channel)
         if isinstance(count, int):
-            line_elements = _LINE * 8 // max(self.bits, 8)
-            for line in range(-(-count * self.bits // (8 * _LINE))):
-                _prefetch_line(builder, builder.gep(pointer, [_i64(line * line_elements)]))
+            line_elements = LINE * 8 // max(self.bits, 8)
+            for line in range(-(-count * self.bits // (8 * LINE))):
+                builder.prefetch_line(builder.at(pointer, line * line_elements))
         else:
-            _prefetch(builder, pointer, builder.udiv(builder.mul(count, _i64(self.bits)), _i64(8)))
+            builder.prefetch(pointer, builder.udiv(builder.mul(count, i64(self.bits)), i64(8)))
         if self.coded:
-            _prefetch_line(builder, builder.gep(self.scales, [row]))
+            builder.prefetch_line(builder.at(self.scales, row))
 
 
-@intrinsic
-def dots(typing_context, pool, rows, count, head_dim, queries, logits, most):
+@emits()
+def dots(builder, kinds, pool, rows, count, head_dim, queries, logits, most):
     """logits[4 i + r] = channel c of row rows[i] . queries[r D + c] over the head_dim D channels c of a pool, for i <
     count rows, a multiple of DOT_ROWS, and four heads r; most[r] (in and out) becomes the largest of these and of what
     it held. PREFETCH_ROWS more of `rows` are asked for ahead."""
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        row_data, query_data, logit_data, most_data = (_data(context, builder, kinds[i], args[i]) for i in (1, 4, 5, 6))
-        num_rows, dim = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3))
-        reader = Reader(context, builder, kinds[0], args[0], dim)
-        whole = builder.and_(dim, _i64(-LANES))
-        width = HEADS * DOT_ROWS
-        accumulators = [cgutils.alloca_once(builder, _vector(_f32)) for _ in range(width)]
-        rest = cgutils.alloca_once(builder, _vector(_f32, width))
-        largest = cgutils.alloca_once(builder, _vector(_f32, width))
-        four = _load(builder, most_data, HEADS, _f32)
-        builder.store(_shuffle(builder, four, four, [*range(HEADS)] * DOT_ROWS), largest)
-        with cgutils.for_range_slice(builder, _i64(0), num_rows, _i64(DOT_ROWS)) as (first, _):
-            places = []
-            for i in range(DOT_ROWS):
-                index = builder.add(first, _i64(i))
-                places.append(reader.row(builder.load(builder.gep(row_data, [index]))))
-                ahead = builder.load(builder.gep(row_data, [builder.add(index, _i64(PREFETCH_ROWS))]))
-                reader.ask_for(ahead, _i64(0), dim)
-            for accumulator in accumulators:
-                builder.store(_splat(0.0), accumulator)
-            builder.store(_splat(0.0, width), rest)
-            with cgutils.for_range_slice(builder, _i64(0), whole, _i64(LANES)) as (channel, _):
-                keys = [row.values(channel, LANES) for row in places]
-                for r in range(HEADS):
-                    at = builder.add(channel, builder.mul(dim, _i64(r)))
-                    query = _load(builder, builder.gep(query_data, [at]), LANES, _f32)
-                    for key, accumulator in zip(keys, accumulators[r::HEADS], strict=True):
-                        builder.store(_fma(builder, key, query, builder.load(accumulator)), accumulator)
-            with cgutils.for_range_slice(builder, whole, dim, _i64(1)) as (channel, _):
-                key = query = _splat(0.0, width)
-                for r in range(HEADS):
-                    at = builder.add(channel, builder.mul(dim, _i64(r)))
-                    one = _load(builder, builder.gep(query_data, [at]), 1, _f32)
-                    for i, row in enumerate(places):
-                        other = row.values(channel, 1)
-                        query = builder.insert_element(query, one, _i32(i * HEADS + r))
-                        key = builder.insert_element(key, other, _i32(i * HEADS + r))
-                builder.store(_fma(builder, key, query, builder.load(rest)), rest)
-            sums = _sums(builder, [builder.load(one) for one in accumulators])
-            sums = builder.fadd(sums, builder.load(rest))
-            _store(builder, sums, builder.gep(logit_data, [builder.mul(first, _i64(HEADS))]))
-            builder.store(_call(builder, "maxnum", builder.load(largest), sums), largest)
-        left, rows_left = builder.load(largest), DOT_ROWS
-        while rows_left > 1:
-            rows_left //= 2
-            low, high = ([*range(start, start + rows_left * HEADS)] for start in (0, rows_left * HEADS))
-            left = _call(builder, "maxnum", _shuffle(builder, left, left, low), _shuffle(builder, left, left, high))
-        _store(builder, left, most_data)
-        return context.get_dummy_value()
-
-    return types.void(pool, rows, count, head_dim, queries, logits, most), codegen
+    reader = Reader(builder, kinds[0], pool, head_dim)
+    whole = builder.and_(head_dim, i64(-LANES))
+    width = HEADS * DOT_ROWS
+    accumulators = [cgutils.alloca_once(builder, vector_of(f32)) for _ in range(width)]
+    rest = cgutils.alloca_once(builder, vector_of(f32, width))
+    largest = cgutils.alloca_once(builder, vector_of(f32, width))
+    four = builder.load_lanes(most, HEADS)
+    builder.store(builder.shuffle(four, four, [*range(HEADS)] * DOT_ROWS), largest)
+    with builder.steps(0, count, DOT_ROWS) as first:
+        places = []
+        for i in range(DOT_ROWS):
+            index = builder.total(first, i)
+            places.append(reader.row(builder.load(builder.at(rows, index))))
+            ahead = builder.load(builder.at(rows, index, PREFETCH_ROWS))
+            reader.ask_for(ahead, i64(0), head_dim)
+        for accumulator in accumulators:
+            builder.store(splat(0.0), accumulator)
+        builder.store(splat(0.0, width), rest)
+        with builder.steps(0, whole, LANES) as channel:
+            keys = [row.values(channel, LANES) for row in places]
+            for r in range(HEADS):
+                query = builder.load_lanes(builder.at(queries, channel, (head_dim, r)))
+                for key, accumulator in zip(keys, accumulators[r::HEADS], strict=True):
+                    builder.store(builder.fma(key, query, builder.load(accumulator)), accumulator)
+        with builder.steps(whole, head_dim) as channel:
+            key = query = splat(0.0, width)
+            for r in range(HEADS):
+                one = builder.load(builder.at(queries, channel, (head_dim, r)))
+                for i, row in enumerate(places):
+                    other = row.values(channel, 1)
+                    query = builder.insert_element(query, one, i32(i * HEADS + r))
+                    key = builder.insert_element(key, other, i32(i * HEADS + r))
+            builder.store(builder.fma(key, query, builder.load(rest)), rest)
+        sums = builder.sums([builder.load(one) for one in accumulators])
+        sums = builder.fadd(sums, builder.load(rest))
+        builder.store_lanes(sums, builder.at(logits, (first, HEADS)))
+        builder.store(builder.call_floats("maxnum", builder.load(largest), sums), largest)
+    most_of_two = functools.partial(builder.call_floats, "maxnum")
+    builder.store_lanes(builder.folded(builder.load(largest), HEADS, most_of_two), most)
 
 
-def _adds_rows(heads: int):
+def _add_rows(builder, kinds, pool, rows, first, end, head_dim, weights, sums, heads: int):
     """The code of `add_weighted` for as many heads."""
+    reader = Reader(builder, kinds[0], pool, head_dim)
 
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        start, stop, dim = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3, 4))
-        row_data, weight_data, sum_data = (_data(context, builder, kinds[i], args[i]) for i in (1, 5, 6))
-        reader = Reader(context, builder, kinds[0], args[0], dim)
+    def block(channel, lanes: int, vectors: int):
+        """Return all rows for lanes * vectors channels from `channel`, with the sums in registers."""
 
-        def block(channel, lanes: int, vectors: int):
-            """Return all rows for lanes * vectors channels from `channel`, with the sums in registers."""
-
-            def places():
-                for r in range(heads):
-                    for j in range(vectors):
-                        at = builder.add(builder.mul(dim, _i64(r)), builder.add(channel, _i64(j * lanes)))
-                        yield r, j, builder.gep(sum_data, [at])
-
-            kept = {}
-            for r, j, pointer in places():
-                kept[r, j] = cgutils.alloca_once(builder, _f32 if lanes == 1 else _vector(_f32, lanes))
-                builder.store(_load(builder, pointer, lanes, _f32), kept[r, j])
-            with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (i, _):
-                name, ahead = (
-                    builder.load(builder.gep(row_data, [index])) for index in (i, builder.add(i, _i64(PREFETCH_ROWS)))
-                )
-                reader.ask_for(ahead, channel, lanes * vectors)
-                row = reader.row(name)
-                own = builder.gep(weight_data, [builder.mul(i, _i64(heads))])
-                each = [_load(builder, builder.gep(own, [_i64(r)]), 1, _f32) for r in range(heads)]
-                if lanes > 1:
-                    each = [_broadcast(builder, weight, lanes) for weight in each]
+        def places():
+            for r in range(heads):
                 for j in range(vectors):
-                    value = row.values(builder.add(channel, _i64(j * lanes)), lanes)
-                    for r in range(heads):
-                        own_sum = builder.load(kept[r, j])
-                        if lanes == 1:
-                            own_sum = builder.fadd(builder.fmul(value, each[r]), own_sum)
-                        else:
-                            own_sum = _fma(builder, value, each[r], own_sum)
-                        builder.store(own_sum, kept[r, j])
-            for r, j, pointer in places():
-                _store(builder, builder.load(kept[r, j]), pointer)
+                    yield r, j, builder.at(sums, (head_dim, r), builder.total(channel, j * lanes))
 
-        done = _i64(0)
-        for lanes, vectors in ((LANES, 4), (LANES, 1), (1, 1)):
-            width = lanes * vectors
-            until = builder.and_(dim, _i64(-width))
-            with cgutils.for_range_slice(builder, done, until, _i64(width)) as (channel, _):
-                block(channel, lanes, vectors)
-            done = until
-        return context.get_dummy_value()
+        kept = {}
+        for r, j, pointer in places():
+            kept[r, j] = cgutils.alloca_once(builder, f32 if lanes == 1 else vector_of(f32, lanes))
+            builder.store(builder.load_lanes(pointer, lanes), kept[r, j])
+        with builder.steps(first, end) as i:
+            name, ahead = (builder.load(builder.at(rows, index)) for index in (i, builder.total(i, PREFETCH_ROWS)))
+            reader.ask_for(ahead, channel, lanes * vectors)
+            row = reader.row(name)
+            own = builder.at(weights, (i, heads))
+            each = [builder.load_lanes(builder.at(own, r), 1) for r in range(heads)]
+            if lanes > 1:
+                each = [builder.broadcast(weight, lanes) for weight in each]
+            for j in range(vectors):
+                value = row.values(builder.total(channel, j * lanes), lanes)
+                for r in range(heads):
+                    own_sum = builder.load(kept[r, j])
+                    if lanes == 1:
+                        own_sum = builder.fadd(builder.fmul(value, each[r]), own_sum)
+                    else:
+                        own_sum = builder.fma(value, each[r], own_sum)
+                    builder.store(own_sum, kept[r, j])
+        for r, j, pointer in places():
+            builder.store_lanes(builder.load(kept[r, j]), pointer)
 
-    return codegen
+    done = i64(0)
+    for lanes, vectors in ((LANES, 4), (LANES, 1), (1, 1)):
+        width = lanes * vectors
+        until = builder.and_(head_dim, i64(-width))
+        with builder.steps(done, until, width) as channel:
+            block(channel, lanes, vectors)
+        done = until
 
 
-@intrinsic
-def add_weighted(typing_context, pool, rows, first, end, head_dim, weights, sums):
+@emits()
+def add_weighted(builder, kinds, pool, rows, first, end, head_dim, weights, sums):
     """sums[r D + c] += sum over i in first .. end - 1 of weights[4 i + r] * channel c of row rows[i] of the pool, for
     four heads r and the head_dim D channels c. PREFETCH_ROWS more of `rows` are asked for ahead."""
-    return types.void(pool, rows, first, end, head_dim, weights, sums), _adds_rows(HEADS)
+    _add_rows(builder, kinds, pool, rows, first, end, head_dim, weights, sums, HEADS)
 
 
-@intrinsic
-def add_scaled(typing_context, pool, rows, first, end, head_dim, weights, sums):
+@emits()
+def add_scaled(builder, kinds, pool, rows, first, end, head_dim, weights, sums):
     """`add_weighted` for one head: sums[c] += sum over i of weights[i] * channel c of row rows[i]."""
-    return types.void(pool, rows, first, end, head_dim, weights, sums), _adds_rows(1)
+    _add_rows(builder, kinds, pool, rows, first, end, head_dim, weights, sums, 1)
 
 
-@intrinsic
-def widen_rows(typing_context, pool, rows, first, count, head_dim, wide):
+@emits()
+def widen_rows(builder, kinds, pool, rows, first, count, head_dim, wide):
     """wide[i D + c] = channel c of row rows[first + i] of the pool as float32, for i < count and the head_dim D
     channels c."""
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        row_data, wide_data = (_data(context, builder, kinds[i], args[i]) for i in (1, 5))
-        start, num, dim = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3, 4))
-        reader, whole = Reader(context, builder, kinds[0], args[0], dim), builder.and_(dim, _i64(-LANES))
-        with cgutils.for_range(builder, num) as each:
-            row = reader.row(builder.load(builder.gep(row_data, [builder.add(start, each.index)])))
-            target = builder.gep(wide_data, [builder.mul(each.index, dim)])
-            for begin, end, lanes in ((_i64(0), whole, LANES), (whole, dim, 1)):
-                with cgutils.for_range_slice(builder, begin, end, _i64(lanes)) as (channel, _):
-                    _store(builder, row.values(channel, lanes), builder.gep(target, [channel]))
-        return context.get_dummy_value()
-
-    return types.void(pool, rows, first, count, head_dim, wide), codegen
+    reader, whole = Reader(builder, kinds[0], pool, head_dim), builder.and_(head_dim, i64(-LANES))
+    with cgutils.for_range(builder, count) as each:
+        row = reader.row(builder.load(builder.at(rows, first, each.index)))
+        target = builder.at(wide, (each.index, head_dim))
+        for begin, end, lanes in ((i64(0), whole, LANES), (whole, head_dim, 1)):
+            with builder.steps(begin, end, lanes) as channel:
+                builder.store_lanes(row.values(channel, lanes), builder.at(target, channel))
 
 
-@intrinsic
-def ask_for_row(typing_context, pool, row, head_dim):
+@emits()
+def ask_for_row(builder, kinds, pool, row, head_dim):
     """Prefetches a row of the pool."""
-
-    def codegen(context, builder, signature, args):
-        row, dim = (_int64(context, builder, signature.args[i], args[i]) for i in (1, 2))
-        Reader(context, builder, signature.args[0], args[0], dim).ask_for(row, _i64(0), dim)
-        return context.get_dummy_value()
-
-    return types.void(pool, row, head_dim), codegen
+    Reader(builder, kinds[0], pool, head_dim).ask_for(row, i64(0), head_dim)

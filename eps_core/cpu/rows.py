@@ -11,15 +11,7 @@ import math
 
 import numpy as np
 
-from eps_core.cpu.blocks import (
-    BLOCK_ROWS,
-    add_products,
-    lowest_bit,
-    powers,
-    raise_most,
-    set_bits,
-    weigh_lanes,
-)
+from eps_core.cpu.blocks import BLOCK_ROWS, add_products, lowest_bit, powers, raise_most, set_bits, weigh_lanes
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.pool_vectors import ask_for_row, widen_rows
 from eps_core.cpu.threads import finish, take, wait

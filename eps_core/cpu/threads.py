@@ -21,7 +21,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from eps_core.cpu.vectors import emits, i32, i64
 
 _LINE = 8  # int64 of a cache line: counters of different phases and kinds share none
 _TAKEN, _DONE = 0, _LINE
@@ -120,83 +121,52 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_held.clear)
 
 
-def _counter(context, builder, signature, args, which: int):
-    data = context.make_array(signature.args[0])(context, builder, args[0]).data
-    phase = context.cast(builder, args[1], signature.args[1], types.int64)
-    at = builder.add(builder.mul(phase, ir.Constant(cgutils.intp_t, 2 * _LINE)), ir.Constant(cgutils.intp_t, which))
-    return builder.gep(data, [at])
+def _counter(builder, progress, phase, which: int):
+    return builder.at(progress, (phase, 2 * _LINE), which)
 
 
-@intrinsic
-def take(typing_context, progress, phase):
+@emits(types.int64)
+def take(builder, progress, phase):
     """The next task of a phase; at least their number when all are taken."""
-
-    def codegen(context, builder, signature, args):
-        counter = _counter(context, builder, signature, args, _TAKEN)
-        return builder.atomic_rmw("add", counter, ir.Constant(cgutils.intp_t, 1), "monotonic")
-
-    return types.int64(progress, phase), codegen
+    counter = _counter(builder, progress, phase, _TAKEN)
+    return builder.atomic_rmw("add", counter, i64(1), "monotonic")
 
 
-@intrinsic
-def finish(typing_context, progress, phase):
+@emits()
+def finish(builder, progress, phase):
     """Says that a task of a phase is done and what it wrote may be read."""
-
-    def codegen(context, builder, signature, args):
-        counter = _counter(context, builder, signature, args, _DONE)
-        builder.atomic_rmw("add", counter, ir.Constant(cgutils.intp_t, 1), "release")
-        return context.get_dummy_value()
-
-    return types.void(progress, phase), codegen
+    counter = _counter(builder, progress, phase, _DONE)
+    builder.atomic_rmw("add", counter, i64(1), "release")
 
 
-@intrinsic
-def wait(typing_context, progress, phase, total):
+@emits()
+def wait(builder, progress, phase, total):
     """Lasts until `total` tasks of a phase are done, or a thread failed. Those not done are in hand elsewhere: tens of
     microseconds."""
-
-    def codegen(context, builder, signature, args):
-        counter = _counter(context, builder, signature, args, _DONE)
-        failed = builder.gep(
-            context.make_array(signature.args[0])(context, builder, args[0]).data, [ir.Constant(cgutils.intp_t, FAILED)]
-        )
-        number = context.cast(builder, args[2], signature.args[2], types.int64)
-        again, after = builder.append_basic_block("wait"), builder.append_basic_block("done")
-        builder.branch(again)
-        builder.position_at_end(again)
-        # with fewer cores than threads, whoever has the task may be waiting for this one
-        yields = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), []), "sched_yield")
-        done = builder.load_atomic(counter, ordering="acquire", align=8)
-        broken = builder.load_atomic(failed, ordering="monotonic", align=8)
-        builder.call(yields, [])
-        waiting = builder.icmp_signed("<", done, number)
-        builder.cbranch(builder.and_(waiting, builder.icmp_signed("==", broken, broken.type(0))), again, after)
-        builder.position_at_end(after)
-        return context.get_dummy_value()
-
-    return types.void(progress, phase, total), codegen
+    counter = _counter(builder, progress, phase, _DONE)
+    failed = builder.at(progress, FAILED)
+    again, after = builder.append_basic_block("wait"), builder.append_basic_block("done")
+    builder.branch(again)
+    builder.position_at_end(again)
+    # with fewer cores than threads, whoever has the task may be waiting for this one
+    done = builder.load_atomic(counter, ordering="acquire", align=8)
+    broken = builder.load_atomic(failed, ordering="monotonic", align=8)
+    builder.call_named("sched_yield", i32)
+    waiting = builder.icmp_signed("<", done, total)
+    builder.cbranch(builder.and_(waiting, builder.icmp_signed("==", broken, broken.type(0))), again, after)
+    builder.position_at_end(after)
 
 
 def note_time_at(builder, place):
     """Puts the monotonic clock's nanoseconds at a pointer to int64, unless another thread did."""
-    long = ir.IntType(64)
-    with builder.if_then(builder.icmp_signed("==", builder.load(place), ir.Constant(long, 0))):
-        now = cgutils.alloca_once(builder, ir.ArrayType(long, 2))  # struct timespec
-        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), now.type])
-        clock = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        builder.call(clock, [ir.Constant(ir.IntType(32), CLOCK), now])
+    with builder.if_then(builder.icmp_signed("==", builder.load(place), i64(0))):
+        now = cgutils.alloca_once(builder, ir.ArrayType(i64, 2))  # struct timespec
+        builder.call_named("clock_gettime", i32, i32(CLOCK), now)
         seconds, rest = (builder.extract_value(builder.load(now), i) for i in (0, 1))
-        builder.store(builder.add(builder.mul(seconds, ir.Constant(long, 10**9)), rest), place)
+        builder.store(builder.add(builder.mul(seconds, i64(10**9)), rest), place)
 
 
-@intrinsic
-def note_time(typing_context, stamps, index):
+@emits()
+def note_time(builder, stamps, index):
     """stamps[index] int64, 0 before, becomes the monotonic clock's nanoseconds at the first thread's call."""
-
-    def codegen(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        at = context.cast(builder, args[1], signature.args[1], types.int64)
-        note_time_at(builder, builder.gep(data, [at]))
-        return context.get_dummy_value()
-
-    return types.void(stamps, index), codegen
+    note_time_at(builder, builder.at(stamps, index))

@@ -7,51 +7,43 @@ bytes of sixteen groups look one table up (pshufb) and are added in pairs (pmadd
 same tables up in memory. All these sums are exact, so every CPU has the same; the products with means are floats'.
 """
 
+import functools
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from eps_core.cpu.best_vectors import _repeated
+from eps_core.cpu.best_vectors import _append, _ordered
 from eps_core.cpu.vectors import (
-    _FEATURES,
+    COUNT,
+    FEATURES,
     HEADS,
     LANES,
     PERMUTES,
     PERMUTES_EIGHT,
-    _broadcast,
-    _call,
-    _data,
-    _exp,
-    _f32,
-    _fma,
-    _from_half,
-    _i32,
-    _i64,
-    _int64,
-    _load,
-    _log,
-    _look_up,
-    _shuffle,
-    _splat,
-    _store,
-    _sums,
-    _transposed,
-    _vector,
+    emits,
+    f32,
+    i8,
+    i16,
+    i32,
+    i64,
+    repeated,
+    splat,
+    vector_of,
 )
 from eps_core.summaries.base import LARGEST_ESTIMATE
 
 WORD = 4  # bytes of a code that are looked up together
 WORD_TABLE = 2 * HEADS * 16 * WORD  # bytes of the tables of a word: both nibbles of each byte, for four heads
+NAME = 0xFFFF  # of a packed word: the number of a group; its scale lies above
 SPANS = 4  # whose means are multiplied together
 # spans and lanes of a mean that a pass takes: their sums with four heads fill the registers; changes speed, and a float
 # sum's last bits
 MEAN_SPANS, MEAN_LANES = (4, LANES) if PERMUTES else (2, LANES // 2)
 # whether one instruction looks 64 bytes up in a table of 64 (vpermb) and another adds them four by four
-SCANS = PERMUTES and {"+avx512vbmi", "+avx512vnni"} <= set(_FEATURES)
+SCANS = PERMUTES and {"+avx512vbmi", "+avx512vnni"} <= set(FEATURES)
 # whether one looks 32 up in two tables of 16 (pshufb) and another adds them two by two, where it cannot look up 64
 SHUFFLES = PERMUTES_EIGHT and not SCANS
-_i8, _i16 = ir.IntType(8), ir.IntType(16)
 
 
 # ---------------------------------------------------------------------------------------------------- sums of look-ups
@@ -62,18 +54,12 @@ def _new_sums(builder):
     bytes 0 and 2 in one half and of 1 and 3 in the other, the second of the others; or the heads of a group side by
     side."""
     if SHUFFLES:
-        kept = [cgutils.alloca_once(builder, _vector(_i16)) for _ in range(2 * HEADS)]
-        for one in kept:
-            builder.store(ir.Constant(_vector(_i16), [0] * LANES), one)
-        return kept
+        return [cgutils.alloca_once_value(builder, repeated(0, element=i16)) for _ in range(2 * HEADS)]
     if SCANS:
-        kept = [cgutils.alloca_once(builder, _vector(_i32)) for _ in range(HEADS)]
-        for one in kept:
-            builder.store(_repeated(0), one)
-        return kept
-    held = cgutils.alloca_once(builder, _vector(_i32, HEADS), size=_i64(LANES))
+        return [cgutils.alloca_once_value(builder, repeated(0)) for _ in range(HEADS)]
+    held = cgutils.alloca_once(builder, vector_of(i32, HEADS), size=i64(LANES))
     for lane in range(LANES):
-        builder.store(ir.Constant(_vector(_i32, HEADS), [0] * HEADS), builder.gep(held, [_i64(lane)]))
+        builder.store(repeated(0, HEADS), builder.at(held, lane))
     return [held]
 
 
@@ -83,49 +69,39 @@ def _add_word(builder, word, table, kept):
         _add_planes(builder, word, table, kept)
         return
     if not SCANS:
-        four, held = _vector(_i32, HEADS), cgutils.alloca_once(builder, word.type)
+        four, held = vector_of(i32, HEADS), cgutils.alloca_once(builder, word.type)
         builder.store(word, held)
-        with cgutils.for_range(builder, _i64(LANES)) as each:
-            own = builder.gep(kept[0], [each.index])
-            bits = builder.load(builder.gep(builder.bitcast(held, _i32.as_pointer()), [each.index]))
+        with cgutils.for_range(builder, i64(LANES)) as each:
+            own = builder.at(kept[0], each.index)
+            bits = builder.load(builder.at(builder.bitcast(held, i32.as_pointer()), each.index))
             total = builder.load(own)
             for nibble in range(2 * WORD):
-                value = builder.and_(builder.lshr(bits, _i32(4 * nibble)), _i32(15))
-                row = builder.add(builder.zext(value, _i64), _i64((nibble % 2 * WORD + nibble // 2) * 16))
-                entry = _load(builder, builder.gep(table, [builder.mul(row, _i64(HEADS))]), HEADS, _i8)
+                value = builder.and_(builder.lshr(bits, i32(4 * nibble)), i32(15))
+                row = builder.total(builder.zext(value, i64), (nibble % 2 * WORD + nibble // 2) * 16)
+                entry = builder.load_lanes(builder.at(table, (row, HEADS)), HEADS)
                 total = builder.add(total, builder.sext(entry, four))
             builder.store(total, own)
         return
-    bytes_type = _vector(_i8, 64)
-    look_up = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(bytes_type, [bytes_type] * 2), "llvm.x86.avx512.permvar.qi.512"
-    )
-    add_four = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_vector(_i32), [_vector(_i32)] * 3), "llvm.x86.avx512.vpdpbusd.512"
-    )
     for side in range(2):
-        nibbles = builder.lshr(word, _repeated(4)) if side else word
+        nibbles = builder.lshr(word, repeated(4)) if side else word
         # byte j of a word looks in the j-th sixteen
-        index = builder.or_(builder.and_(nibbles, _repeated(0x0F0F0F0F)), _repeated(0x30201000))
-        index = builder.bitcast(index, bytes_type)
+        index = builder.or_(builder.and_(nibbles, repeated(0x0F0F0F0F)), repeated(0x30201000))
+        index = builder.bitcast(index, vector_of(i8, 64))
         for r, one in enumerate(kept):
-            place = builder.gep(table, [_i64((side * HEADS + r) * 16 * WORD)])
-            entries = builder.call(look_up, [_load(builder, place, 64, _i8), index])
-            entries = builder.bitcast(entries, _vector(_i32))
-            builder.store(builder.call(add_four, [builder.load(one), _repeated(0x01010101), entries]), one)
+            place = builder.at(table, (side * HEADS + r) * 16 * WORD)
+            entries = builder.load_lanes(place, 64)
+            entries = builder.call_named("llvm.x86.avx512.permvar.qi.512", entries.type, entries, index)
+            four = builder.load(one), repeated(0x01010101), builder.bitcast(entries, word.type)
+            builder.store(builder.call_named("llvm.x86.avx512.vpdpbusd.512", word.type, *four), one)
 
 
 def _add_planes(builder, word, table, kept):
     """`_add_word` where SHUFFLES: a byte of sixteen groups is half a register."""
-    half, sums = _vector(_i8, 2 * LANES), _vector(_i16)
-    look_up = cgutils.get_or_insert_function(builder.module, ir.FunctionType(half, [half] * 2), "llvm.x86.avx2.pshuf.b")
-    add_two = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(sums, [half] * 2), "llvm.x86.avx2.pmadd.ub.sw"
-    )
-    ones, low_bits = (ir.Constant(half, [value] * 2 * LANES) for value in (1, 15))
-    stored = builder.bitcast(word, _vector(_i8, 4 * LANES))
+    half, sums = vector_of(i8, 2 * LANES), vector_of(i16)
+    ones, low_bits = (repeated(value, 2 * LANES, i8) for value in (1, 15))
+    stored = builder.bitcast(word, vector_of(i8, 4 * LANES))
     planes = [
-        _shuffle(builder, stored, stored, [WORD * group + j for j in pair for group in range(LANES)])
+        builder.shuffle(stored, stored, [WORD * group + j for j in pair for group in range(LANES)])
         for pair in ((0, 1), (2, 3))
     ]
     # of two vectors, half by half, the first (last) eight bytes of each, taken in turns
@@ -134,15 +110,16 @@ def _add_planes(builder, word, table, kept):
     for side in range(2):
         if side:
             pairs = (builder.bitcast(plane, sums) for plane in planes)
-            planes = [builder.bitcast(builder.lshr(pair, ir.Constant(sums, [4] * LANES)), half) for pair in pairs]
+            planes = [builder.bitcast(builder.lshr(pair, repeated(4, element=i16)), half) for pair in pairs]
         indices = [builder.and_(plane, low_bits) for plane in planes]
         for r in range(HEADS):
             entries = []
             for pair, index in enumerate(indices):
-                place = builder.gep(table, [_i64(((side * HEADS + r) * WORD + 2 * pair) * 16)])
-                entries.append(builder.call(look_up, [_load(builder, place, 2 * LANES, _i8), index]))
+                place = builder.at(table, ((side * HEADS + r) * WORD + 2 * pair) * 16)
+                table_of_two = builder.load_lanes(place, 2 * LANES)
+                entries.append(builder.call_named("llvm.x86.avx2.pshuf.b", half, table_of_two, index))
             for one, turn in zip(kept[2 * r : 2 * r + 2], turns, strict=True):
-                more = builder.call(add_two, [ones, _shuffle(builder, entries[0], entries[1], turn)])
+                more = builder.call_named("llvm.x86.avx2.pmadd.ub.sw", sums, ones, builder.shuffle(*entries, turn))
                 builder.store(builder.add(builder.load(one), more), one)
 
 
@@ -152,17 +129,13 @@ def _by_head(builder, kept):
         sums, halves = [], ([*range(8), *range(LANES, LANES + 8)], [*range(8, LANES), *range(LANES + 8, 2 * LANES)])
         for r in range(HEADS):
             below, above = (builder.load(one) for one in kept[2 * r : 2 * r + 2])
-            total = builder.add(*(_shuffle(builder, below, above, half) for half in halves))
-            sums.append(builder.sext(total, _vector(_i32)))
+            total = builder.add(*(builder.shuffle(below, above, half) for half in halves))
+            sums.append(builder.sext(total, vector_of(i32)))
         return sums
     if SCANS:
         return [builder.load(one) for one in kept]
-    sums = [ir.Constant(_vector(_i32), ir.Undefined) for _ in range(HEADS)]
-    for lane in range(LANES):
-        own = builder.load(builder.gep(kept[0], [_i64(lane)]))
-        for r in range(HEADS):
-            sums[r] = builder.insert_element(sums[r], builder.extract_element(own, _i32(r)), _i32(lane))
-    return sums
+    each = [builder.load(builder.at(kept[0], lane)) for lane in range(LANES)]
+    return [builder.gathered([builder.extract_element(own, i32(r)) for own in each]) for r in range(HEADS)]
 
 
 # --------------------------------------------------------------------------------------------- the words of a code
@@ -170,40 +143,40 @@ def _by_head(builder, kept):
 
 def _plane_word(builder, data, stride, num_planes, first, clipped: bool):
     """Bytes first .. first + 3 of sixteen groups as their words: plane j begins at data + j stride."""
-    held = cgutils.alloca_once(builder, _vector(_i8, 64))
+    held = cgutils.alloca_once(builder, vector_of(i8, 64))
 
     def apart():
         planes = []
         for j in range(WORD):
-            plane = builder.add(first, _i64(j))
+            plane = builder.total(first, j)
             if clipped:  # past the last plane entries are 0
-                last = builder.sub(num_planes, _i64(1))
+                last = builder.sub(num_planes, i64(1))
                 plane = builder.select(builder.icmp_signed("<", plane, num_planes), plane, last)
-            planes.append(_load(builder, builder.gep(data, [builder.mul(plane, stride)]), LANES, _i8))
-        low, high = (_shuffle(builder, x, y, [*range(2 * LANES)]) for x, y in (planes[:2], planes[2:]))
-        builder.store(_shuffle(builder, low, high, [*range(4 * LANES)]), held)
+            planes.append(builder.load_lanes(builder.at(data, (plane, stride))))
+        low, high = (builder.shuffle(x, y, [*range(2 * LANES)]) for x, y in (planes[:2], planes[2:]))
+        builder.store(builder.shuffle(low, high, [*range(4 * LANES)]), held)
 
     if clipped:
         apart()
     else:
-        with builder.if_else(builder.icmp_signed("==", stride, _i64(LANES))) as (together, otherwise):
+        with builder.if_else(builder.icmp_signed("==", stride, i64(LANES))) as (together, otherwise):
             with together:
-                whole = builder.gep(data, [builder.mul(first, stride)])
-                builder.store(_load(builder, whole, 4 * LANES, _i8), held)
+                whole = builder.at(data, (first, stride))
+                builder.store(builder.load_lanes(whole, 4 * LANES), held)
             with otherwise:
                 apart()
     planes = builder.load(held)
     picks = [LANES * (byte % WORD) + byte // WORD for byte in range(4 * LANES)]
-    return builder.bitcast(_shuffle(builder, planes, planes, picks), _vector(_i32))
+    return builder.bitcast(builder.shuffle(planes, planes, picks), vector_of(i32))
 
 
 def _over_planes(builder, data, stride, num_planes, use):
     """use(number, word) for the words of sixteen groups whose bytes lie byte by byte."""
-    whole = builder.and_(num_planes, _i64(-WORD))
-    with cgutils.for_range_slice(builder, _i64(0), whole, _i64(WORD)) as (first, _):
-        use(builder.udiv(first, _i64(WORD)), _plane_word(builder, data, stride, num_planes, first, False))
+    whole = builder.and_(num_planes, i64(-WORD))
+    with builder.steps(0, whole, WORD) as first:
+        use(builder.udiv(first, i64(WORD)), _plane_word(builder, data, stride, num_planes, first, False))
     with builder.if_then(builder.icmp_signed("<", whole, num_planes), likely=False):
-        use(builder.udiv(whole, _i64(WORD)), _plane_word(builder, data, stride, num_planes, whole, True))
+        use(builder.udiv(whole, i64(WORD)), _plane_word(builder, data, stride, num_planes, whole, True))
 
 
 def _in_words(builder, vectors):
@@ -213,48 +186,48 @@ def _in_words(builder, vectors):
         return vectors
     even, odd = ([*range(side, 2 * LANES, 2)] for side in (0, 1))
     pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
-    first, second = (_in_words(builder, [_shuffle(builder, x, y, picks) for x, y in pairs]) for picks in (even, odd))
+    first, second = (_in_words(builder, [builder.shuffle(x, y, picks) for x, y in pairs]) for picks in (even, odd))
     return [word for pair in zip(first, second, strict=True) for word in pair]
 
 
 def _over_rows(builder, data, num_bytes, use):
     """use(number, word) for the words of sixteen groups whose bytes lie group by group, num_bytes each, a power of
     two."""
-    for size, kind in ((1, _i8), (2, _i16)):
-        with builder.if_then(builder.icmp_signed("==", num_bytes, _i64(size)), likely=False):
-            use(_i64(0), builder.zext(_load(builder, data, LANES, kind), _vector(_i32)))
-    all_words = builder.udiv(num_bytes, _i64(WORD))
+    for size, kind in ((1, i8), (2, i16)):
+        with builder.if_then(builder.icmp_signed("==", num_bytes, i64(size)), likely=False):
+            use(i64(0), builder.zext(builder.load_lanes(data, LANES, kind), vector_of(i32)))
+    all_words = builder.udiv(num_bytes, i64(WORD))
     for words in (1, 2):
-        with builder.if_then(builder.icmp_signed("==", all_words, _i64(words))):
-            vectors = [_load(builder, builder.gep(data, [_i64(4 * LANES * at)]), LANES, _i32) for at in range(words)]
+        with builder.if_then(builder.icmp_signed("==", all_words, i64(words))):
+            vectors = [builder.load_lanes(builder.at(data, 4 * LANES * at), LANES, i32) for at in range(words)]
             for j, word in enumerate(_in_words(builder, vectors)):
-                use(_i64(j), word)
-    fours = builder.and_(all_words, _i64(-4))
-    with cgutils.for_range_slice(builder, _i64(0), fours, _i64(4)) as (first, _):
-        here = builder.mul(first, _i64(WORD))
-        rows = [builder.gep(data, [builder.add(builder.mul(num_bytes, _i64(lane)), here)]) for lane in range(LANES)]
-        for j, word in enumerate(_transposed(builder, rows, 4)):
-            use(builder.add(first, _i64(j)), word)
+                use(i64(j), word)
+    fours = builder.and_(all_words, i64(-4))
+    with builder.steps(0, fours, 4) as first:
+        here = builder.mul(first, i64(WORD))
+        rows = [builder.at(data, (num_bytes, lane), here) for lane in range(LANES)]
+        for j, word in enumerate(builder.transposed(rows, 4)):
+            use(builder.total(first, j), word)
 
 
 def _over_listed(builder, rows, num_bytes, use):
     """use(number, word) for the words of sixteen groups whose num_bytes bytes begin at sixteen pointers."""
-    all_words = builder.udiv(num_bytes, _i64(WORD))
-    fours, twos = builder.and_(all_words, _i64(-4)), builder.and_(all_words, _i64(-2))
-    rest = builder.and_(num_bytes, _i64(WORD - 1))
-    for words, first, end in ((4, _i64(0), fours), (2, fours, twos), (1, twos, all_words)):
-        with cgutils.for_range_slice(builder, first, end, _i64(words)) as (word, _):
-            here = builder.mul(word, _i64(WORD))
-            columns = _transposed(builder, [builder.gep(row, [here]) for row in rows], words)
+    all_words = builder.udiv(num_bytes, i64(WORD))
+    fours, twos = builder.and_(all_words, i64(-4)), builder.and_(all_words, i64(-2))
+    rest = builder.and_(num_bytes, i64(WORD - 1))
+    for words, first, end in ((4, i64(0), fours), (2, fours, twos), (1, twos, all_words)):
+        with builder.steps(first, end, words) as word:
+            here = builder.mul(word, i64(WORD))
+            columns = builder.transposed([builder.at(row, here) for row in rows], words)
             for j, column in enumerate(columns):
-                use(builder.add(word, _i64(j)), column)
-    with builder.if_then(builder.icmp_signed("!=", rest, _i64(0)), likely=False):
-        held = cgutils.alloca_once_value(builder, _repeated(0))
-        lanes, start = builder.bitcast(held, _i8.as_pointer()), builder.mul(all_words, _i64(WORD))
+                use(builder.total(word, j), column)
+    with builder.if_then(builder.icmp_signed("!=", rest, i64(0)), likely=False):
+        held = cgutils.alloca_once_value(builder, repeated(0))
+        lanes, start = builder.bitcast(held, i8.as_pointer()), builder.mul(all_words, i64(WORD))
         for lane, row in enumerate(rows):
             with cgutils.for_range(builder, rest) as each:
-                byte = builder.load(builder.gep(row, [builder.add(start, each.index)]))
-                builder.store(byte, builder.gep(lanes, [builder.add(each.index, _i64(lane * WORD))]))
+                byte = builder.load(builder.at(row, start, each.index))
+                builder.store(byte, builder.at(lanes, each.index, lane * WORD))
         use(all_words, builder.load(held))
 
 
@@ -263,187 +236,319 @@ def _over_listed(builder, rows, num_bytes, use):
 
 def _byte_scale(builder, stored):
     """Scales kept in one byte (`to_byte` of the summaries), sixteen words, as float32."""
-    shifted = builder.shl(builder.trunc(stored, _vector(_i16)), ir.Constant(_vector(_i16), [7] * LANES))
-    return _from_half(builder, shifted)
-
-
-def _larger(builder, first, second):
-    """The larger of numbers that are none of them NaN."""
-    return builder.select(builder.fcmp_ordered(">", first, second), first, second)
+    return builder.from_half(builder.shl(builder.trunc(stored, vector_of(i16)), repeated(7, element=i16)))
 
 
 def _log_sum(builder, each_score):
     """log sum exp of sixteen scores of each head, finite ones."""
-    most = each_score[0]
-    for score in each_score[1:]:
-        most = _larger(builder, most, score)
-    total = _splat(0.0)
-    for score in each_score:
-        total = builder.fadd(total, _exp(builder, builder.fsub(score, most)))
-    return builder.fadd(most, _log(builder, total))
+    most = functools.reduce(builder.larger, each_score)
+    masses = (builder.exp(builder.fsub(score, most)) for score in each_score)
+    return builder.fadd(most, builder.log(functools.reduce(builder.fadd, masses, splat(0.0))))
 
 
 def _estimates(builder, sums, scales, factor_data, offsets, more, adds, score_data):
     """Sixteen scores: max over four heads r of offsets[r] + (scales sums[r]) factors[r], LARGEST_ESTIMATE for what is
     not finite, or log sum exp over them where it `adds`; with `more`, of what stands at score_data, too, where they are
     stored."""
-    factors, best, all_of, each_score = _load(builder, factor_data, HEADS, _f32), None, None, []
+    factors, each_score = builder.load_lanes(factor_data, HEADS), []
     for r, one in enumerate(sums):
-        factor = _broadcast(builder, builder.extract_element(factors, _i32(r)))
+        factor = builder.broadcast(builder.extract_element(factors, i32(r)))
         # a scale of four bits times a whole number is exact
-        each_score.append(_fma(builder, builder.fmul(scales, builder.sitofp(one, scales.type)), factor, offsets[r]))
+        each_score.append(builder.fma(builder.fmul(scales, builder.sitofp(one, scales.type)), factor, offsets[r]))
     # one that is not finite makes the sum of all so, which hardly ever happens
-    for score in each_score:
-        all_of = score if all_of is None else builder.fadd(all_of, score)
-        best = score if best is None else _larger(builder, best, score)
-    finite = builder.fcmp_ordered("<", _call(builder, "fabs", all_of), _splat(float("inf")))
-    slow = builder.icmp_unsigned("!=", builder.bitcast(finite, _i16), ir.Constant(_i16, 0xFFFF))
+    all_of, best = (functools.reduce(join, each_score) for join in (builder.fadd, builder.larger))
+    finite = builder.fcmp_ordered("<", builder.call_floats("fabs", all_of), splat(float("inf")))
+    slow = builder.icmp_unsigned("!=", builder.bitcast(finite, i16), ir.Constant(i16, 0xFFFF))
     result = cgutils.alloca_once_value(builder, best)
     held = [cgutils.alloca_once_value(builder, score) for score in each_score]
     with builder.if_then(slow, likely=False):
-        best = None
         for score, kept in zip(each_score, held, strict=True):
-            finite = builder.fcmp_ordered("<", _call(builder, "fabs", score), _splat(float("inf")))
-            score = builder.select(finite, score, _splat(LARGEST_ESTIMATE))
-            builder.store(score, kept)
-            best = score if best is None else _larger(builder, best, score)
-        builder.store(best, result)
+            finite = builder.fcmp_ordered("<", builder.call_floats("fabs", score), splat(float("inf")))
+            builder.store(builder.select(finite, score, splat(LARGEST_ESTIMATE)), kept)
+        finite_scores = (builder.load(kept) for kept in held)
+        builder.store(functools.reduce(builder.larger, finite_scores), result)
     with builder.if_then(adds):
         builder.store(_log_sum(builder, [builder.load(kept) for kept in held]), result)
     with builder.if_then(more, likely=False):
-        before, now = _load(builder, score_data, LANES, _f32), builder.load(result)
-        builder.store(_larger(builder, now, before), result)
+        before, now = builder.load_lanes(score_data), builder.load(result)
+        builder.store(builder.larger(now, before), result)
         with builder.if_then(adds):
             builder.store(_log_sum(builder, [before, now]), result)
-    _store(builder, builder.load(result), score_data)
+    builder.store_lanes(builder.load(result), score_data)
 
 
-@intrinsic
-def scan_planes(typing_context, planes, at, stride, num_planes, scale, scale_at, table, factors, bases, base_at,
+@emits()
+def scan_planes(builder, planes, at, stride, num_planes, scale, scale_at, table, factors, bases, base_at,
                 base_stride, again, adds, scores, scores_at):  # fmt: skip
     """scores[scores_at + i] = max over four heads r of bases[base_at + r base_stride] + scale[scale_at + i] n
     factors[r], for sixteen groups i, where n is the whole number that table says their codes add for head r. Codes are
     `num_planes` bytes at planes[at + j stride + i]. table: WORD_TABLE bytes a word of four bytes: entry [side, r, j,
     value] where SCANS or SHUFFLES, else [side, j, value, r]. LARGEST_ESTIMATE stands for what is not finite. Where it
     `adds`, log sum exp takes the place of max. With `again`, of what scores held, too."""
+    kept = _new_sums(builder)
 
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        plane_data, scale_data, table_data, factor_data, base_data, score_data = (
-            _data(context, builder, kinds[i], args[i]) for i in (0, 4, 6, 7, 8, 13)
-        )
-        first, step, number, scale_first, base_first, base_step, score_first = (
-            _int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 5, 9, 10, 14)
-        )
-        kept = _new_sums(builder)
+    def add(number, word):
+        _add_word(builder, word, builder.at(table, (number, WORD_TABLE)), kept)
 
-        def add(number, word):
-            _add_word(builder, word, builder.gep(table_data, [builder.mul(number, _i64(WORD_TABLE))]), kept)
-
-        _over_planes(builder, builder.gep(plane_data, [first]), step, number, add)
-        offsets = []
-        for r in range(HEADS):
-            place = builder.add(base_first, builder.mul(base_step, _i64(r)))
-            offsets.append(_broadcast(builder, builder.load(builder.gep(base_data, [place]))))
-        stored = builder.zext(_load(builder, builder.gep(scale_data, [scale_first]), LANES, _i8), _vector(_i32))
-        _estimates(
-            builder, _by_head(builder, kept), _byte_scale(builder, stored), factor_data, offsets,
-            context.is_true(builder, kinds[11], args[11]), context.is_true(builder, kinds[12], args[12]),
-            builder.gep(score_data, [score_first]),
-        )  # fmt: skip
-        return context.get_dummy_value()
-
-    return (
-        types.void(planes, at, stride, num_planes, scale, scale_at, table, factors, bases, base_at, base_stride, again,
-                   adds, scores, scores_at),
-        codegen,
-    )  # fmt: skip
+    _over_planes(builder, builder.at(planes, at), stride, num_planes, add)
+    offsets = []
+    for r in range(HEADS):
+        offsets.append(builder.broadcast(builder.load(builder.at(bases, base_at, (base_stride, r)))))
+    stored = builder.zext(builder.load_lanes(builder.at(scale, scale_at)), vector_of(i32))
+    sums, scales, place = _by_head(builder, kept), _byte_scale(builder, stored), builder.at(scores, scores_at)
+    _estimates(builder, sums, scales, factors, offsets, again, adds, place)
 
 
 # ---------------------------------------------------------------------------------------------------------------- means
 
 
-@intrinsic
-def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, num_bytes, bits, queries, shifts,
+@emits()
+def mean_bases(builder, means, mean_scale, first, second, third, fourth, num_bytes, bits, queries, shifts,
                bases, base_at, base_stride):  # fmt: skip
     """bases[base_at + r base_stride + i] = shifts[r] + mean_scale[s_i] sum over the codes c of a unit's mean, num_bytes
     at means[s_i num_bytes ..] of 4 or 8 `bits`, of (c - 2^(bits - 1)) queries[side, r, byte] for four spans s_i,
     `first` to `fourth`, and four heads r: `side` 1 is the high nibble of a byte of two codes."""
+    spans = first, second, third, fourth
+    rows = [builder.at(means, (span, num_bytes)) for span in spans]
+    whole = builder.and_(num_bytes, i64(-MEAN_LANES))
+    floats = vector_of(f32, MEAN_LANES)
+    # of each span and head; the rest of a mean that fills no register in the first lane
+    zeros = splat(0.0, MEAN_LANES)
+    sums = [[cgutils.alloca_once(builder, floats) for _ in range(SPANS)] for _ in range(HEADS)]
+    for kept in (one for each in sums for one in each):
+        builder.store(zeros, kept)
 
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        mean_data, scale_data, query_data, base_data = (
-            _data(context, builder, kinds[i], args[i]) for i in (0, 1, 8, 10)
-        )
-        number, width, base_first, base_step = (_int64(context, builder, kinds[i], args[i]) for i in (6, 7, 11, 12))
-        spans = [_int64(context, builder, kinds[i], args[i]) for i in range(2, 2 + SPANS)]
-        rows = [builder.gep(mean_data, [builder.mul(span, number)]) for span in spans]
-        whole = builder.and_(number, _i64(-MEAN_LANES))
-        floats = _vector(_f32, MEAN_LANES)
-        # of each span and head; the rest of a mean that fills no register in the first lane
-        sums = [[cgutils.alloca_once(builder, floats) for _ in range(SPANS)] for _ in range(HEADS)]
-        for kept in (one for each in sums for one in each):
-            builder.store(_splat(0.0, MEAN_LANES), kept)
+    words = functools.partial(repeated, lanes=MEAN_LANES)
 
-        def repeated(value: int):
-            return ir.Constant(_vector(_i32, MEAN_LANES), [value] * MEAN_LANES)
+    def codes_of(stored, sides: int):
+        if sides == 1:
+            return [builder.sitofp(builder.sub(stored, words(128)), floats)]
+        if PERMUTES:
+            values = ir.Constant(vector_of(f32), [float(x - 8) for x in range(LANES)])
+            return [builder.look_up(values, x) for x in (stored, builder.lshr(stored, repeated(4)))]
+        halves = builder.and_(stored, words(15)), builder.lshr(stored, words(4))
+        return [builder.sitofp(builder.sub(half, words(8)), floats) for half in halves]
 
-        def codes_of(stored, sides: int):
-            if sides == 1:
-                return [builder.sitofp(builder.sub(stored, repeated(128)), floats)]
-            if PERMUTES:
-                values = ir.Constant(_vector(_f32), [ir.Constant(_f32, float(x - 8)) for x in range(LANES)])
-                return [_look_up(builder, values, x) for x in (stored, builder.lshr(stored, _repeated(4)))]
-            halves = builder.and_(stored, repeated(15)), builder.lshr(stored, repeated(4))
-            return [builder.sitofp(builder.sub(half, repeated(8)), floats) for half in halves]
+    def add(first_span: int, stored, byte, sides: int, lanes: int):
+        """stored: words of each of MEAN_SPANS spans, of which the first `lanes` count."""
+        codes = [codes_of(one, sides) for one in stored]
+        for side in range(sides):
+            for r in range(HEADS):
+                at = builder.at(queries, (num_bytes, side * HEADS + r), byte)
+                own = builder.load_lanes(at, lanes)
+                if lanes == 1:
+                    own = builder.insert_element(zeros, own, i32(0))
+                for i in range(MEAN_SPANS):
+                    kept = sums[r][first_span + i]
+                    builder.store(builder.fma(codes[i][side], own, builder.load(kept)), kept)
 
-        def add(first_span: int, stored, byte, sides: int, lanes: int):
-            """stored: words of each of MEAN_SPANS spans, of which the first `lanes` count."""
-            codes = [codes_of(one, sides) for one in stored]
-            for side in range(sides):
-                for r in range(HEADS):
-                    at = builder.gep(query_data, [builder.add(builder.mul(number, _i64(side * HEADS + r)), byte)])
-                    own = _load(builder, at, lanes, _f32)
-                    if lanes == 1:
-                        own = builder.insert_element(_splat(0.0, MEAN_LANES), own, _i32(0))
-                    for i in range(MEAN_SPANS):
-                        kept = sums[r][first_span + i]
-                        builder.store(_fma(builder, codes[i][side], own, builder.load(kept)), kept)
+    def over(sides: int):
+        for first_span in range(0, SPANS, MEAN_SPANS):
+            some = rows[first_span : first_span + MEAN_SPANS]
+            with builder.steps(0, whole, MEAN_LANES) as byte:
+                stored = [builder.load_lanes(builder.at(row, byte), MEAN_LANES) for row in some]
+                stored = [builder.zext(one, words(0).type) for one in stored]
+                add(first_span, stored, byte, sides, MEAN_LANES)
+            with builder.steps(whole, num_bytes) as byte:
+                stored = [builder.zext(builder.load(builder.at(row, byte)), i32) for row in some]
+                stored = [builder.insert_element(words(0), one, i32(0)) for one in stored]
+                add(first_span, stored, byte, sides, 1)
 
-        def over(sides: int):
-            for first_span in range(0, SPANS, MEAN_SPANS):
-                some = rows[first_span : first_span + MEAN_SPANS]
-                with cgutils.for_range_slice(builder, _i64(0), whole, _i64(MEAN_LANES)) as (byte, _):
-                    stored = [_load(builder, builder.gep(row, [byte]), MEAN_LANES, _i8) for row in some]
-                    stored = [builder.zext(one, repeated(0).type) for one in stored]
-                    add(first_span, stored, byte, sides, MEAN_LANES)
-                with cgutils.for_range_slice(builder, whole, number, _i64(1)) as (byte, _):
-                    stored = [builder.zext(builder.load(builder.gep(row, [byte])), _i32) for row in some]
-                    stored = [builder.insert_element(repeated(0), one, _i32(0)) for one in stored]
-                    add(first_span, stored, byte, sides, 1)
+    with builder.if_else(builder.icmp_signed("==", bits, i64(4))) as (halves, bytes_alone):
+        with halves:
+            over(2)
+        with bytes_alone:
+            over(1)
+    total = builder.sums([builder.load(one) for each in sums for one in each])
+    scales = builder.from_half(builder.gathered([builder.load(builder.at(mean_scale, span)) for span in spans]))
+    scales = builder.shuffle(scales, scales, [*range(SPANS)] * HEADS)
+    by = builder.load_lanes(shifts, HEADS)
+    by = builder.shuffle(by, by, [r for r in range(HEADS) for _ in range(SPANS)])
+    total = builder.fma(total, scales, by)
+    for r in range(HEADS):
+        own = builder.shuffle(total, total, [*range(r * SPANS, (r + 1) * SPANS)])
+        builder.store_lanes(own, builder.at(bases, base_at, (base_stride, r)))
 
-        with builder.if_else(builder.icmp_signed("==", width, _i64(4))) as (halves, bytes_alone):
-            with halves:
-                over(2)
-            with bytes_alone:
-                over(1)
-        total = _sums(builder, [builder.load(one) for each in sums for one in each])
-        scales = ir.Constant(_vector(_i16, SPANS), ir.Undefined)
-        for i, span in enumerate(spans):
-            scales = builder.insert_element(scales, builder.load(builder.gep(scale_data, [span])), _i32(i))
-        scales = _from_half(builder, scales)
-        scales = _shuffle(builder, scales, scales, [*range(SPANS)] * HEADS)
-        by = _load(builder, _data(context, builder, kinds[9], args[9]), HEADS, _f32)
-        by = _shuffle(builder, by, by, [r for r in range(HEADS) for _ in range(SPANS)])
-        total = _fma(builder, total, scales, by)
-        for r in range(HEADS):
-            place = builder.add(base_first, builder.mul(base_step, _i64(r)))
-            own = _shuffle(builder, total, total, [*range(r * SPANS, (r + 1) * SPANS)])
-            _store(builder, own, builder.gep(base_data, [place]))
-        return context.get_dummy_value()
 
-    return (
-        types.void(means, mean_scale, first, second, third, fourth, num_bytes, bits, queries, shifts, bases, base_at,
-                   base_stride),
-        codegen,
-    )  # fmt: skip
+# ---------------------------------------------- of the groups that were kept alone, sixteen at a time wherever they lie
+
+
+def _appends(builder, marks, mark_at, packed, room, number, taken):
+    """Return the `use` that appends a word of what marks[mark_at] names to its row of packed [.., room], of `taken`
+    words: rows from `number` on."""
+    kept = builder.load(builder.at(marks, mark_at))
+    return lambda word_number, word: _append(
+        builder, word, kept, builder.at(packed, builder.total((builder.add(number, word_number), room), taken))
+    )
+
+
+@emits(types.int64)
+def pack_scales(builder, marks, mark_at, scale, at, first, packed, taken):
+    """Appends to packed, which holds `taken` words, first + i + 65536 scale[at + i] of each of sixteen groups i that
+    bit i of marks[mark_at] names. Returns how many it then holds."""
+    kept = builder.load(builder.at(marks, mark_at))
+    stored = builder.zext(builder.load_lanes(builder.at(scale, at)), vector_of(i32))
+    names = builder.add(builder.broadcast(builder.trunc(first, i32)), COUNT)
+    words = builder.or_(builder.shl(stored, repeated(16)), names)
+    _append(builder, words, kept, builder.at(packed, taken))
+    return builder.add(taken, builder.zext(builder.ctpop(kept), i64))
+
+
+@emits()
+def pack_planes(builder, marks, mark_at, planes, at, stride, num_planes, packed, room, number, taken):
+    """Appends to the rows of packed [.., room] from row `number` on, which hold `taken` words each, the words of those
+    of sixteen groups that marks[mark_at] names: a row for each four bytes. Codes as of `scan_planes`."""
+    use = _appends(builder, marks, mark_at, packed, room, number, taken)
+    _over_planes(builder, builder.at(planes, at), stride, num_planes, use)
+
+
+@emits()
+def pack_rows(builder, marks, mark_at, rows, at, num_bytes, packed, room, number, taken):
+    """`pack_planes` of num_bytes bytes a group, a power of two, at rows[at + i num_bytes ..]."""
+    use = _appends(builder, marks, mark_at, packed, room, number, taken)
+    _over_rows(builder, builder.at(rows, at), num_bytes, use)
+
+
+def _offsets(builder, base_data, base_step, spans):
+    """Return for four heads the bases of sixteen spans, which ascend: base_data[r base_step + span]."""
+    first, last = (builder.extract_element(spans, i32(lane)) for lane in (0, LANES - 1))
+    held = [cgutils.alloca_once(builder, vector_of(f32)) for _ in range(HEADS)]
+    starts = [builder.at(base_data, (base_step, r)) for r in range(HEADS)]
+
+    def one_by_one():
+        for start, kept in zip(starts, held, strict=True):
+            places = (builder.zext(builder.extract_element(spans, i32(lane)), i64) for lane in range(LANES))
+            builder.store(builder.gathered([builder.load(builder.at(start, place)) for place in places]), kept)
+
+    if not (PERMUTES or PERMUTES_EIGHT):
+        one_by_one()
+        return [builder.load(kept) for kept in held]
+    near = builder.icmp_unsigned("<", builder.sub(last, first), i32(LANES))
+    with builder.if_else(near, likely=True) as (together, otherwise):
+        with together:
+            which = builder.sub(spans, builder.broadcast(first))
+            for start, kept in zip(starts, held, strict=True):
+                entries = builder.load_lanes(builder.at(start, builder.zext(first, i64)))
+                builder.store(builder.look_up(entries, which), kept)
+        with otherwise:
+            one_by_one()
+    return [builder.load(kept) for kept in held]
+
+
+@emits()
+def score_packed(builder, packed, room, at, num_words, table, factors, bases, base_at, base_stride, log_groups,
+                 again, adds, scores, sums, sums_at, sums_stride):  # fmt: skip
+    """`scan_planes` of sixteen groups i that were packed [1 + num_words, room]: words at + i, the first as of
+    `pack_scales`, whose numbers ascend; bases of span number >> log_groups at bases[base_at + r base_stride + span].
+    What the codes add for head r goes to sums[sums_at + i sums_stride + r], int16."""
+    here, kept = builder.at(packed, at), _new_sums(builder)
+    with cgutils.for_range(builder, num_words) as each:
+        row = builder.mul(builder.total(each.index, 1), room)
+        word = builder.load_lanes(builder.at(here, row))
+        _add_word(builder, word, builder.at(table, (each.index, WORD_TABLE)), kept)
+    names = builder.load_lanes(here)
+    spans = builder.lshr(builder.and_(names, repeated(NAME)), builder.broadcast(builder.trunc(log_groups, i32)))
+    offsets = _offsets(builder, builder.at(bases, base_at), base_stride, spans)
+    numbers = _by_head(builder, kept)
+    _put_sums(builder, numbers, builder.at(sums, sums_at), sums_stride)
+    scales = _byte_scale(builder, builder.lshr(names, repeated(16)))
+    _estimates(builder, numbers, scales, factors, offsets, again, adds, scores)
+
+
+def _put_sums(builder, sums, data, stride):
+    """Sums of four heads of sixteen groups as int16, the heads of a group side by side, groups `stride` apart."""
+    low = [builder.and_(one, repeated(0xFFFF)) for one in sums[::2]]
+    pairs = [builder.or_(x, builder.shl(y, repeated(16))) for x, y in zip(low, sums[1::2], strict=True)]
+    halves = [
+        builder.shuffle(pairs[0], pairs[1], [lane + side for lane in range(start, start + 8) for side in (0, LANES)])
+        for start in (0, 8)
+    ]
+    together = builder.icmp_signed("==", stride, i64(HEADS))
+    with builder.if_else(together, likely=True) as (side_by_side, apart):
+        with side_by_side:
+            for j, half in enumerate(halves):
+                place = builder.at(data, j * 2 * LANES)
+                builder.store(half, builder.bitcast(place, half.type.as_pointer()), align=2)
+        with apart:
+            for lane in range(LANES):
+                own = builder.bitcast(halves[lane // 8], vector_of(i64, 8))
+                own = builder.extract_element(own, i32(lane % 8))
+                place = builder.at(data, (stride, lane))
+                builder.store(own, builder.bitcast(place, i64.as_pointer()), align=2)
+
+
+def _get_sums(builder, data, places):
+    """Return for four heads sixteen sums, each group's at data[place]: `_put_sums`."""
+    each = [builder.load(builder.bitcast(builder.at(data, place), i64.as_pointer()), align=2) for place in places]
+    words = [builder.bitcast(builder.gathered(half), vector_of(i32)) for half in (each[:8], each[8:])]
+    sums = []
+    for side in (0, 1):
+        pair = builder.shuffle(words[0], words[1], [*range(side, 2 * LANES, 2)])
+        sums += [builder.ashr(builder.shl(pair, repeated(16)), repeated(16)), builder.ashr(pair, repeated(16))]
+    return sums
+
+
+@emits()
+def score_listed(builder, rows, places, at, num_bytes, scale, spans, table, doubled, factors, bases, base_at,
+                 base_stride, again, adds, scores, sums, sums_at, sums_stride, listed, fresh):  # fmt: skip
+    """scores of sixteen groups i = at .., as of `scan_planes`, by what is already known, sums[sums_at + listed[i]
+    sums_stride + r] for head r, or twice that where it is `doubled`, and by what num_bytes more bytes at rows[places[i]
+    num_bytes ..] add; scale[places[i]]; bases of spans[i], which ascend. The new sums go to fresh [16, HEADS] int16."""
+    lanes = [builder.total(at, lane) for lane in range(LANES)]
+    own_places = [builder.load(builder.at(places, lane)) for lane in lanes]
+    kept = _new_sums(builder)
+
+    def add(number, word):
+        _add_word(builder, word, builder.at(table, (number, WORD_TABLE)), kept)
+
+    _over_listed(builder, [builder.at(rows, (place, num_bytes)) for place in own_places], num_bytes, add)
+    known = []
+    for lane in lanes:
+        entry = builder.sext(builder.load(builder.at(listed, lane)), i64)
+        known.append(builder.total(sums_at, (entry, sums_stride)))
+    times = builder.select(doubled, repeated(1), repeated(0))
+    before, now = _get_sums(builder, sums, known), _by_head(builder, kept)
+    numbers = [builder.add(builder.shl(x, times), y) for x, y in zip(before, now, strict=True)]
+    _put_sums(builder, numbers, fresh, i64(HEADS))
+    stored = builder.gathered([builder.load(builder.at(scale, place)) for place in own_places])
+    scales = _byte_scale(builder, builder.zext(stored, vector_of(i32)))
+    offsets = _offsets(builder, builder.at(bases, base_at), base_stride, builder.load_lanes(builder.at(spans, at)))
+    _estimates(builder, numbers, scales, factors, offsets, again, adds, scores)
+
+
+@emits()
+def put_scores(builder, scores, count, names, at, mask, base, target):
+    """target[base + (names[at + i] & mask)] = scores[i] for i < count <= 16: names int32, mask and base of whole
+    numbers."""
+    target, own = builder.at(target, base), builder.at(names, at)
+    if PERMUTES:
+        index = builder.and_(builder.load_lanes(own), builder.broadcast(builder.trunc(mask, i32)))
+        inside = builder.icmp_signed("<", COUNT, builder.broadcast(builder.trunc(count, i32)))
+        builder.call_named(
+            "llvm.x86.avx512.mask.scatter.dps.512", ir.VoidType(), builder.bitcast(target, i8.as_pointer()), inside,
+            index, builder.load_lanes(scores), i32(4),
+        )  # fmt: skip
+        return
+    with cgutils.for_range(builder, count) as each:
+        name = builder.zext(builder.load(builder.at(own, each.index)), i64)
+        value = builder.load(builder.at(scores, each.index))
+        builder.store(value, builder.at(target, builder.and_(name, mask)))
+
+
+@emits()
+def put_names(builder, packed, at, mask, base, kept, kept_at):
+    """kept[kept_at + i] = base + (packed[at + i] & mask) for sixteen i: int32."""
+    mask, base = (builder.broadcast(builder.trunc(one, i32)) for one in (mask, base))
+    own = builder.and_(builder.load_lanes(builder.at(packed, at)), mask)
+    builder.store_lanes(builder.add(own, base), builder.at(kept, kept_at))
+
+
+@emits()
+def put_keys(builder, scores, at, count, keys, key_at):
+    """keys[key_at + i] becomes the key (`best.order`) of scores[at + i] for i < count, and 0 up to the next sixteen."""
+    scores, target = builder.at(scores, at), builder.at(keys, key_at)
+    with builder.steps(0, count, LANES) as start:
+        own = _ordered(builder, builder.load_lanes(builder.at(scores, start)))
+        left = builder.broadcast(builder.trunc(builder.sub(count, start), i32))
+        inside = builder.icmp_signed("<", COUNT, left)
+        builder.store_lanes(builder.select(inside, own, repeated(0)), builder.at(target, start))

@@ -12,21 +12,25 @@ from eps_core.config.selection import ANCHOR_SPREAD
 from eps_core.cpu.best import limit, list_best
 from eps_core.cpu.best_vectors import mark
 from eps_core.cpu.compile import kernel
-from eps_core.cpu.kept_vectors import (
+from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, dots
+from eps_core.cpu.threads import finish, take, wait
+from eps_core.cpu.unit_queries import prepare
+from eps_core.cpu.unit_vectors import (
     NAME,
+    SPANS,
+    WORD,
+    WORD_TABLE,
+    mean_bases,
     pack_planes,
     pack_rows,
     pack_scales,
     put_keys,
     put_names,
     put_scores,
+    scan_planes,
     score_listed,
     score_packed,
 )
-from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, dots
-from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.unit_queries import prepare
-from eps_core.cpu.unit_vectors import SPANS, WORD, WORD_TABLE, mean_bases, scan_planes
 from eps_core.cpu.vectors import HEADS, LANES, ask_for
 
 CHUNK_GROUPS, LISTED_GROUPS = 1024, 256  # of one task; changes speed only
