@@ -2,7 +2,7 @@
 some not finite and some repeated, and queries of any size."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -49,6 +49,7 @@ class Case:
         )  # fmt: skip
 
 
+ONCE = Case(64, 4, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum")
 CASES = {
     "usual": Case(),
     "unit of the pool is one of a mean": Case(128, 4, mean_tokens=64, num_units=7),
@@ -69,23 +70,15 @@ CASES = {
     "summed": Case(combine="sum"),
     "summed at once": Case(64, 4, cascade=(), rescore=0.0, combine="sum"),
     "read at once": Case(64, 4, cascade=(), rescore=1.0),
-    "summed, read at once": Case(64, 4, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum"),
-    "128 dimensions, read at once": Case(128, 7, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum"),
+    "summed, read at once": ONCE,
+    "128 dimensions, read at once": replace(ONCE, head_dim=128, repeat=7),
     "256 dimensions, read at once": Case(256, 9, mean_tokens=64, size=1, cascade=(), rescore=1.0, num_units=3),
-    "one head, read at once": Case(32, 1, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum"),
-    "three heads, read at once": Case(
-        160, 3, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum", num_units=3
-    ),
-    "nine heads, read at once": Case(
-        64, 9, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum", num_units=3
-    ),
-    "seventeen heads, read at once": Case(
-        64, 17, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum", num_units=3
-    ),
-    "two means a unit, read at once": Case(
-        64, 4, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum", correction_tokens=128, num_units=4
-    ),
-    "96 dimensions, read at once": Case(96, 2, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum"),
+    "one head, read at once": replace(ONCE, head_dim=32, repeat=1),
+    "three heads, read at once": replace(ONCE, head_dim=160, repeat=3, num_units=3),
+    "nine heads, read at once": replace(ONCE, repeat=9, num_units=3),
+    "seventeen heads, read at once": replace(ONCE, repeat=17, num_units=3),
+    "two means a unit, read at once": replace(ONCE, correction_tokens=128, num_units=4),
+    "96 dimensions, read at once": replace(ONCE, head_dim=96, repeat=2),
     "no power of two, read at once": Case(80, 5, size=4, cascade=(), rescore=1.0, mean_bits=8, combine="sum"),
     "summed in three parts": Case(64, 4, mean_tokens=64, cascade=(0.5, 0.2), rescore=0.0625, combine="sum"),
     "summed, no power of two": Case(80, 5, size=4, cascade=(0.25,), mean_bits=8, combine="sum"),
