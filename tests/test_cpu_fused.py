@@ -28,30 +28,23 @@ from eps_core.kv_cache.step_plan import StepPlan
 CASES = [
     Case((700, 300), eps("rq", group_size=2), num_heads=8, head_dim=128),
     Case((700, 300), eps("rq", group_size=2), num_heads=8, head_dim=128, dtype="bfloat16"),
-    Case(
-        (500, 64, 70),
-        eps("rq", group_size=2, mean_tokens=64, cascade=(0.5, 0.3)),
-        num_heads=10,
-        num_kv_heads=2,
-        head_dim=64,
-    ),
+    Case((500, 64, 70), eps("rq", group_size=2, mean_tokens=64, cascade=(0.5, 0.3)), 10, 2, 64),
     Case((600, 290), eps("rq", group_size=2), dtype="float16", head_dim=80, chunk=200),
     Case((300,), eps("rq", group_size=4, correction_tokens=0), num_heads=6, num_kv_heads=2),
     Case((150, 64, 1), eps("rq", correction_tokens=0, num_sink_tokens=0, num_recent_tokens=0, budget=0.1)),
-    Case(
-        (310, 100),
-        eps("rq", group_size=2, rescore=0.2),
-        bits=(8, 4),
-        dtype="bfloat16",
-        head_dim=64,
-        chunk=150,
-    ),
+    Case((310, 100), eps("rq", group_size=2, rescore=0.2), 4, 2, 64, "bfloat16", 150, bits=(8, 4)),
     Case((400, 129), eps("rq", group_size=2, correction_tokens=192, block_size=64), kind="ties"),
     Case((100, 37), eps("rq", group_size=2)),  # one full unit, and none
     Case((290, 41), eps("rq", group_size=2, min_context=100, top_pages=29)),
     Case((300, 80), eps("rq", group_size=2, head_modes=(("gate", "gate"),))),
     Case((700, 300), EpsConfig.of(method="rq", budget=0.1), num_heads=14, num_kv_heads=2, head_dim=64),
 ]
+SUMMED = Case(
+    (500, 290),
+    eps("rq", mean_tokens=64, group_size=2, cascade=(0.5, 0.2), rescore=0.1, correction_tokens=0, combine="sum"),
+    num_heads=6,
+    head_dim=64,
+)
 REFUSED = [
     Case((150,), eps("box")),  # bounds
     Case((150,), eps("meanstd")),  # no kernel scores it
@@ -100,8 +93,7 @@ def check_same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> Non
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_layer_is_its_parts_to_the_last_bit(backend, case):
     s = filled(backend, case)
-    wanted = by_parts(backend, s)
-    check_same(at_once(backend, s), wanted)
+    check_same(at_once(backend, s), by_parts(backend, s))
 
 
 @pytest.mark.parametrize("dtype, rounding", [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
@@ -126,8 +118,8 @@ def test_a_query_of_another_shape_is_refused(backend, heads, head_dim):
 
 def test_views_end_with_what_they_show():
     """Torch: pools that grew are seen again, and nothing keeps the old ones."""
-    backend, case = bound("cuda", "numba"), CASES[0]
-    s = filled(backend, case)
+    backend = bound("cuda", "numba")
+    s = filled(backend, CASES[0])
     wanted = at_once(backend, s)
     assert s.cache.views
     held = len(s.cache.views)
@@ -159,29 +151,23 @@ def test_codes_that_kernels_do_not_read_are_left_to_the_parts(backend):
 
 def test_gated_layers_take_it(backend):
     """`sparse_attention` asks no part for what one kernel does, timed or not."""
-    case = CASES[0]
-    s = filled(backend, case)
+    s, asked = filled(backend, CASES[0]), list[str]()
     wanted = by_parts(backend, s)
-    asked: list[str] = []
 
     def counted(name: str):
         real = getattr(backend, name)
         return lambda *args, **kwargs: (asked.append(name), real(*args, **kwargs))[1]
 
-    own = SimpleNamespace(**vars(backend))
     parts = ("score", "select", "attend", "add_correction", "skipped_mass")
-    for name in parts:
-        setattr(own, name, counted(name))
+    own = SimpleNamespace(**vars(backend) | {name: counted(name) for name in parts})
 
     def taken(**how) -> list[str]:
         asked.clear()
         out, read = gate.sparse_attention(own, s.cache, 0, s.native, s.plan, **how)
         (stats,), (out, lse) = gate.collect(own, s.cache, [read], out, read.lse)
-        np.testing.assert_array_equal(out, wanted["out"])
-        np.testing.assert_array_equal(lse, wanted["lse"])
-        np.testing.assert_array_equal(stats.counts, wanted["counts"])
-        np.testing.assert_array_equal(stats.skipped_mass, wanted["skipped"])
-        np.testing.assert_array_equal(stats.always_selected, wanted["always_selected"])
+        got = {"out": out, "lse": lse, "counts": stats.counts, "skipped": stats.skipped_mass}
+        got["always_selected"] = stats.always_selected
+        check_same(got, {name: wanted[name] for name in got})
         assert stats.summary_bytes_read == s.plan.summary_bytes(s.cache.spec) > 0
         timed = stats.prepass_ms, stats.attention_ms
         assert timed == (None, None) if "clock" not in how else min(timed) > 0 and sum(timed) == pytest.approx(1000)
@@ -194,8 +180,8 @@ def test_gated_layers_take_it(backend):
 
 def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
     """Of 1,000 ns scoring and selecting took 200, so of the second that the layer took 0.2."""
-    case, module = CASES[0], kernels_of(backend)
-    s, real = filled(backend, case), module.run
+    s, module = filled(backend, CASES[0]), kernels_of(backend)
+    real = module.run
 
     def run(kernel, phases, stamps, *args, **about):
         real(kernel, phases, stamps, *args, **about)
@@ -227,9 +213,10 @@ def test_a_run_takes_it_in_every_layer_of_every_step(monkeypatch):
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 @pytest.mark.parametrize("whole_rows", [False, True])
-def test_bits_do_not_depend_on_what_runs_it(number, whole_rows, monkeypatch):
+@pytest.mark.parametrize("case", [CASES[2], SUMMED], ids=str)
+def test_bits_do_not_depend_on_what_runs_it(case, number, whole_rows, monkeypatch):
     """Torch's team of any size, threads of our own, the caller alone."""
-    backend, case = bound("cuda", "numba"), CASES[2]
+    backend = bound("cuda", "numba")
     torch, module = importlib.import_module("torch"), kernels_of(backend)
     s = filled(backend, case)
     wanted = at_once(backend, s)

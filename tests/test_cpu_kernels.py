@@ -16,19 +16,16 @@ from conftest import bound
 from numba import njit
 from numba.core.codegen import get_host_cpu_features
 from places import place
-from test_conformance import Case, FilledCase, check_scoring, eps
+from test_conformance import Case, FilledCase, eps
 from test_conformance import test_backend_follows_the_oracle as run_case
 
 from eps_core.attention import kernels as choices
 from eps_core.attention.kernels import _name_fallback
-from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu import attend, calls, openmp
 from eps_core.cpu import kernels as kernels_cpu
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.load import load_backend
 from eps_core.reference import selection as oracle_selection
 
 CASES = [
@@ -47,9 +44,7 @@ CASES = [
     Case((700, 290), eps("rq", mean_tokens=64, cascade=(0.25,)), num_heads=8, head_dim=128, dtype="bfloat16"),
     Case((100, 37), eps("rq")),  # one full unit, and none
     Case((150, 37, 1), eps("meanstd"), num_heads=16, num_kv_heads=1, head_dim=33, dtype="float16"),
-    Case(
-        (530, 300), eps("meanstd", group_size=128, correction_tokens=128), num_heads=8, dtype="bfloat16", head_dim=128
-    ),
+    Case((530, 300), eps("meanstd", group_size=128, correction_tokens=128), 8, 2, 128, "bfloat16"),
     Case((150, 37), eps("meanstd", group_size=3, block_size=3, correction_tokens=60), num_heads=3, num_kv_heads=1),
     Case((150, 37), eps("meanstd"), kind="outlier", dtype="bfloat16"),
     Case((290, 200), eps("meanstd", group_size=48), num_heads=6, num_kv_heads=3, head_dim=80),
@@ -74,6 +69,11 @@ def several_threads():
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
+
+
+def run_code(code: str, *args: str, **how) -> None:
+    """In a process of its own."""
+    subprocess.run([sys.executable, "-c", code, *args], check=True, **how)
 
 
 def writable(backend):
@@ -106,22 +106,22 @@ def test_kernels_follow_the_reference(target, case, monkeypatch):
 
 def test_logits_past_what_exp_holds(backend):
     """Logits of hundreds: weights far below the largest vanish, none overflows."""
-    case = Case((300, 37), eps("box"), scale_q=60.0, kind="outlier")
-    s = filled(backend, case)
-    out, lse = s.attended(None)
+    out, lse = filled(backend, Case((300, 37), eps("box"), scale_q=60.0, kind="outlier")).attended(None)
     assert lse.max() > 500 and np.isfinite(out).all()
 
 
 def test_what_has_no_kernel_says_so(backend):
-    for config in (eps("moments"), eps("jl"), eps("box"), eps("ball"), eps("rq", rq_bounds=True, group_size=16)):
+    for config in (
+        eps("moments"), eps("jl"), eps("box"), eps("ball"), eps("rq", rq_bounds=True, group_size=16),
+        eps("rq", mean_tokens=32, group_size=4, cascade=(0.25,)),  # groups that fill no register
+    ):  # fmt: skip
         s = filled(backend, Case((300,), config))
         assert kernels_of(backend).table().score(s.cache, 0, s.native, s.plan) is None
 
 
 def test_a_fallback_names_itself_once(backend, caplog):
     _name_fallback.cache_clear()
-    config = eps("box")
-    s = filled(backend, Case((300,), config))
+    s = filled(backend, Case((300,), eps("box")))
     with caplog.at_level("WARNING", "eps"):
         for _ in range(2):
             assert backend.score(s.cache, 0, s.native, s.plan).upper is not None  # array operations serve
@@ -142,17 +142,14 @@ def test_guards_are_ranges():
         plan = place(config, lengths, groups)
         for b, length in enumerate(lengths.tolist()):
             want = oracle_selection.sink_and_recent(config, length)
-            assert (plan.always_selected[b, : len(want)] == want).all() and not plan.always_selected[
-                b, len(want) :
-            ].any()
+            always = plan.always_selected[b]
+            assert (always[: len(want)] == want).all() and not always[len(want) :].any()
             assert plan.num_always_selected[b] == want.sum() and plan.ends[b] == len(want)
 
 
 def test_calls_from_several_threads(backend):
     """Callers do not disturb each other, and give what one of them gives alone."""
-    kernels = kernels_of(backend)
-    case = Case((600, 290), eps("rq", group_size=2))
-    s = filled(backend, case)
+    kernels, s = kernels_of(backend), filled(backend, Case((600, 290), eps("rq", group_size=2)))
     expected = backend.to_numpy(backend.attend(s.cache, 0, s.native, s.plan, None)[0])
     wrong = []
 
@@ -171,10 +168,9 @@ def test_calls_from_several_threads(backend):
 
 
 def test_asking_for_numba_does_not_import_it():
-    code = (
+    run_code(
         "import sys; from eps_core.cpu.usable import why_not; assert why_not() is None and 'numba' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_task_that_is_taken_is_waited_for(monkeypatch):
@@ -193,7 +189,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         assert (done[used] > 0).all() and (done[used] == taken[used] - 1).all(), kernel.__name__
         kernels.add(kernel.__name__)
 
-    rng, backend = np.random.default_rng(0), load_backend("cuda")
+    backend = bound("cuda", "numba")
     monkeypatch.setattr(kernels_of(backend), "run", counted)
     for config, whole_rows in (
         (EpsConfig.of(method="rq").with_correction(), False), (EpsConfig.of(method="rq"), False),
@@ -201,21 +197,15 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         (EpsConfig.of(method="rq", mean_tokens=64, rescore=0), False),
     ):  # fmt: skip
         monkeypatch.setattr(calls, "ROWS_PER_THREAD", 0 if whole_rows else 3)
-        cache = backend.new_cache(
-            CacheSpec(1, 2, 16, 600 // config.cache_config.unit_tokens + 1), config.cache_config, "cpu", "numba"
-        )
-        k, v = (backend.from_numpy(rng.normal(size=(600, 2, 16)), "float32", "cpu") for _ in range(2))
-        cache = backend.write_kv(cache, 0, k, v, np.arange(600))
-        q = backend.from_numpy(rng.normal(size=(1, 4, 16)), "float32", "cpu")
-        table, lengths = np.arange(cache.spec.num_units, dtype=np.int32)[None], np.array([600])
-        scores = backend.score(cache, 0, q, StepPlan.of(config, table, lengths))
-        selection = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
-        state = backend.attend(cache, 0, q, StepPlan.of(config, table, lengths), selection)
-        backend.attend(cache, 0, q, StepPlan.of(config, table, lengths), None)
-        kernels_of(backend).table().attend_fused(cache, 0, q, StepPlan.of(config, table, lengths))
+        s = filled(backend, Case((600,), config))
+        scores = backend.score(s.cache, 0, s.native, s.plan)
+        selection = backend.select(scores, s.plan)
+        state = backend.attend(s.cache, 0, s.native, s.plan, selection)
+        backend.attend(s.cache, 0, s.native, s.plan, None)
+        kernels_of(backend).table().attend_fused(s.cache, 0, s.native, s.plan)
         backend.skipped_mass(scores, selection)
-        if config.cache_config.correction_tokens:
-            backend.add_correction(cache, 0, StepPlan.of(config, table, lengths), scores, selection, state)
+        if s.cache.cache_config.correction_tokens:
+            backend.add_correction(s.cache, 0, s.plan, scores, selection, state)
     parts = {"score_units", "select_topk", "attend", "attend_correction", "skipped_mass"}
     assert kernels == parts | {"score_and_read"}
 
@@ -223,16 +213,14 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
 def test_no_array_is_held_after_a_call():
     """A view that outlives it makes MLX copy the pool at the next write."""
     estimate, selected_mask = np.zeros((1, 8, 60_000), np.float32), np.zeros((1, 8, 60_000), np.uint8)
-    shares = np.zeros((1, 8), np.float32)
-    threads_cpu.run(attend.skipped_mass, 1, estimate, selected_mask, shares)
-    threads_cpu.settle()
+    work = attend.skipped_mass, 1, estimate, selected_mask, np.zeros((1, 8), np.float32)
     before = sys.getrefcount(estimate)
     for _ in range(50):
-        threads_cpu.run(attend.skipped_mass, 1, estimate, selected_mask, shares)
+        threads_cpu.run(*work)
         threads_cpu.settle()
         assert sys.getrefcount(estimate) == before
     for _ in range(50):
-        threads_cpu.run(attend.skipped_mass, 1, estimate, selected_mask, shares)
+        threads_cpu.run(*work)
     assert len(threads_cpu._held) <= 2 * threads_cpu.num_threads()  # calls do not pile up
 
 
@@ -284,18 +272,7 @@ def test_a_library_without_openmp_has_no_team():
         for library in (Path("/nowhere/lib.so"), Path(_ctypes.__file__)):
             assert team_of(library, lambda: 2) is None
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_torch_without_a_team_uses_helpers(monkeypatch, case):
-    """Where GOMP_parallel is missing: the same values from threads of our own."""
-    backend = bound("cuda", "numba")
-    s, kernels = filled(backend, case), kernels_of(backend)
-    monkeypatch.setattr("eps_cuda.kernels.cpu._team", lambda: (threads_cpu.run, threads_cpu.num_threads))
-    scores = kernels.score(s.cache, 0, s.native, s.plan)
-    check_scoring(s, scores)
-    s.attended(None)
+    run_code(code)
 
 
 @pytest.mark.parametrize("name, features", [
@@ -314,8 +291,7 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         import numpy as np, torch
         from eps_core.cpu import vectors as cpu_vectors
         from eps_core.config.eps import EpsConfig
-        from eps_core.config.cache import CacheSpec
-        from eps_core.load import load_backend
+                from eps_core.load import load_backend
         from eps_core.cpu import amx
         from eps_core.kv_cache.rows import Rows
         from eps_core.kv_cache.step_plan import StepPlan
@@ -365,7 +341,7 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
             for one, other in zip(*results):
                 np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
     """
-    subprocess.run([sys.executable, "-c", code, name], check=True, env=environment)
+    run_code(code, name, env=environment)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
@@ -376,8 +352,7 @@ def test_a_forked_child_does_not_wait_for_the_team_of_its_parent(before):
         import os, signal, sys
         import numpy as np, torch
         from eps_core.config.eps import EpsConfig
-        from eps_core.config.cache import CacheSpec
-        from eps_core.load import load_backend
+                from eps_core.load import load_backend
         from eps_core.kv_cache.step_plan import StepPlan
         torch.set_num_threads(2)
         backend, rng = load_backend("cuda"), np.random.default_rng(0)
@@ -396,7 +371,7 @@ def test_a_forked_child_does_not_wait_for_the_team_of_its_parent(before):
             os._exit(0)
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_code(code)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GOMP_parallel is looked up on Linux")
@@ -415,7 +390,7 @@ def test_kernels_run_on_the_team_that_torch_has():
         cpu.kernels.run(cpu_attend.skipped_mass, 1, estimate, np.zeros(estimate.shape, np.uint8), shares)
         assert (shares > 0.999).all() and len(os.listdir("/proc/self/task")) == threads, threads
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_code(code)
 
 
 def test_late_members_are_not_waited_for_again_and_again():
@@ -437,12 +412,7 @@ def test_late_members_are_not_waited_for_again_and_again():
 
 def test_a_thread_that_fails_is_not_waited_for_and_said():
     """Scratch that cannot be had: an error, not half an answer, on the team and on helpers."""
-    parallel = ctypes.cast(
-        ctypes.CDLL(
-            str(Path(importlib.import_module("torch").__file__).parent / "lib" / "libtorch_cpu.so")
-        ).GOMP_parallel,
-        ctypes.c_void_p,
-    ).value
+    parallel = torch_parallel()
     out, progress = np.zeros(4), threads_cpu.new_progress(1)
     _fail_team(parallel, 3, progress, out, 2**48)
     with pytest.raises(RuntimeError, match="a thread of a compiled CPU kernel failed"):
@@ -503,4 +473,4 @@ def test_benchmarks_need_no_numba():
         from eps_cuda import bench, usable_kernels
         assert "numba" not in usable_kernels("cpu") and bench.device_facts("cpu")["kernel_threads"] is None
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_code(code)
