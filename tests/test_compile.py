@@ -16,15 +16,11 @@ from eps_core.load import load_backend, resolve_kernels
 PROGRAM = """
 import numpy as np
 from eps_core.cpu import compile, units
-times = []
+found = []
 real = compile._Kept.load_overload
-def counted(self, sig, context):
-    found = real(self, sig, context)
-    times.append(found is None)
-    return found
-compile._Kept.load_overload = counted
+compile._Kept.load_overload = lambda *at: found.append(real(*at)) or found[-1]
 units.place_spans(*[np.ones(1, np.int32)] * 2, 1, 1, 1, 1, np.zeros(1, np.uint8), np.zeros(1, np.int64))
-print(sum(times))
+print(found.count(None))
 """
 
 
@@ -90,13 +86,17 @@ def test_a_folder_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: py
         caches._first_writable.cache_clear()
 
 
-def test_what_killed_runs_left_is_cleared(tmp_path: Path) -> None:
-    old, recent = tmp_path / ".a.partial", tmp_path / ".b.partial"
-    for file in (old, recent):
-        file.write_text("")
-    os.utime(old, (0, 0))
+def test_what_killed_runs_and_old_versions_left_is_cleared(tmp_path: Path) -> None:
+    old, old_code = tmp_path / ".a.partial", tmp_path / "kernels-0123"
+    recent, recent_code, foreign = (tmp_path / name for name in (".b.partial", "kernels-4567", "costs.json"))
+    for folder in (old_code, recent_code):
+        folder.mkdir()
+    for file in (old, recent, foreign):
+        file.write_text("{}")
+    for one in (old, old_code):
+        os.utime(one, (0, 0))
     compilations(tmp_path)
-    assert not old.exists() and recent.exists()
+    assert not old.exists() and not old_code.exists() and all(one.exists() for one in (recent, recent_code, foreign))
 
 
 def test_a_full_disk_costs_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -110,11 +110,7 @@ def test_a_full_disk_costs_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.parametrize(
     ("variable", "value", "says"),
-    [
-        ("NUMBA_DISABLE_JIT", "1", "unset it"),
-        ("NUMBA_NUM_THREADS", "0", "set 1 or more"),
-        ("NUMBA_NUM_THREADS", "many", "set 1 or more"),
-    ],
+    [("NUMBA_DISABLE_JIT", "1", "unset it"), *(("NUMBA_NUM_THREADS", odd, "set 1 or more") for odd in ("0", "many"))],
 )
 def test_kernels_that_cannot_be_compiled_mean_array_operations(
     variable: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
@@ -127,13 +123,3 @@ def test_kernels_that_cannot_be_compiled_mean_array_operations(
         assert "numba" not in usable
         with pytest.raises(ConfigError, match=variable):
             resolve_kernels("numba", usable, "cpu")
-
-
-def test_old_versions_code_goes_and_this_ones_stays(tmp_path: Path) -> None:
-    old, recent, foreign = (tmp_path / name for name in ("kernels-0123", "kernels-4567", "costs.json"))
-    for folder in (old, recent):
-        folder.mkdir()
-    foreign.write_text("{}")
-    os.utime(old, (0, 0))
-    compilations(tmp_path)
-    assert not old.exists() and recent.exists() and foreign.exists()
