@@ -100,7 +100,6 @@ def test_a_grown_cache_scores_and_attends_as_one_that_was_large(target: Any) -> 
         out, _ = eps.attend(one.cache, 0, query, plan, selection)
         found.append([eps.to_numpy(x) for x in (scores.estimate[..., :350], selection.counts, out)])
         one.pool.check()
-        assert one.num_bytes == one.pool.num_units * 32 * 2 * 32 * 2 * 4
     for small, large in zip(*found, strict=True):
         np.testing.assert_array_equal(small, large)
 

@@ -319,7 +319,6 @@ def live_random_lives(seed: int, steps: int) -> set[str]:
         pool, lives = pool_of(model), Lives(model, seed)
         for _ in range(steps):
             lives.step()
-            pool.collect()
             pool.paged.pool.check()
         done = lives.done
         lives.pairs.clear()

@@ -54,19 +54,19 @@ class Shadow:
         elif act == "some" and held.shape[2] < 400:
             self.append([place], [int(self.rng.integers(2, 60))])
         elif act == "fork" and len(self.live) < 6:
-            self.live.append((self.paged.fork(sequence), held))
+            self.live.append((self.paged.pool.fork(sequence), held))
         elif act == "reorder":  # beams
             chosen = self.rng.integers(len(self.live), size=len(self.live)).tolist()
             before = self.live
-            self.live = [(self.paged.fork(before[i][0]), before[i][1]) for i in chosen]
+            self.live = [(self.paged.pool.fork(before[i][0]), before[i][1]) for i in chosen]
             for old, _ in before:
-                self.paged.free(old)
+                self.paged.pool.free(old)
         elif act == "crop":
             length = max(held.shape[2] - int(self.rng.integers(12)), 0)
-            self.paged.truncate(sequence, length)
+            self.paged.pool.truncate(sequence, length)
             self.live[place] = sequence, held[:, :, :length]
         elif (act == "free" and len(self.live) > 2) or held.shape[2] > 600:
-            self.paged.free(sequence)
+            self.paged.pool.free(sequence)
             del self.live[place]
         self.most_units = max(self.most_units, self.paged.pool.num_units)
 
@@ -123,7 +123,7 @@ def test_pages_are_the_raw_keys_through_a_long_life(name: str, kernels: str) -> 
     one.check()
     assert one.acts == steps and one.most_units > 4
     for sequence, _ in one.live:
-        one.paged.free(sequence)
+        one.paged.pool.free(sequence)
     pool = one.paged.pool
     pool.check()
     assert not pool.num_live and pool.num_free == pool.num_units

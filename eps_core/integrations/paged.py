@@ -25,20 +25,15 @@ class Paged:
         self.cache = backend.new_cache(spec, cache_config, device, kernels)
         self.pool = PagePool(spec.num_units, cache_config.unit_tokens, shares=False)
         self.num_holders = 0  # who may be at work in here: see `give_up`
-        self._dead: deque[PagedSequence] = deque()
+        # freed when the pool is next asked for anything: the garbage collector may come in any thread, and in the midst
+        # of the pool's own work
+        self.dead: deque[PagedSequence] = deque()
 
     @property
     def num_live(self) -> int:
         """Sequences that somebody holds."""
         self._collect()
         return self.pool.num_live
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of K and V of the whole pool, what is free included."""
-        spec, cache_config = self.cache.spec, self.cache.cache_config
-        tokens = spec.num_units * cache_config.unit_tokens
-        return int(spec.num_layers * spec.num_kv_heads * tokens * spec.kv_token_bytes)
 
     def open(self) -> PagedSequence:
         """A new sequence without tokens."""
@@ -63,13 +58,6 @@ class Paged:
         self._copy(copies)
         return slots
 
-    def commit(self, sequence: PagedSequence, num_tokens: int) -> None:
-        """Keeps the first of the reserved tokens, which are written, and gives the other slots back."""
-        self.pool.commit(sequence, [0] * num_tokens)
-
-    def release(self, sequence: PagedSequence) -> None:
-        self.pool.release(sequence)
-
     def place(self, layer: int, k: Array, v: Array, slots: np.ndarray) -> None:
         """k, v [N, Hkv, D] of one layer to reserved slots [N]; no summary hears of them."""
         self.cache = self.backend.write_kv_tentative(self.cache, layer, k, v, slots)
@@ -90,28 +78,18 @@ class Paged:
         """One step of these sequences, as `config` reads."""
         return StepPlan.of(config, self.pool.table(sequences), self.pool.lengths(sequences))
 
-    def fork(self, sequence: PagedSequence) -> PagedSequence:
-        return self.pool.fork(sequence)
-
-    def truncate(self, sequence: PagedSequence, length: int) -> None:
-        self.pool.truncate(sequence, length)
-
-    def free(self, sequence: PagedSequence) -> None:
-        self.pool.free(sequence)
-
     def give_up(self, sequences: Sequence[PagedSequence]) -> bool:
-        """One of `num_holders` has died with its sequences: freed at once where it was the last, else when the pool is
-        next asked for anything, as the garbage collector may come in any thread and in the midst of the pool's own
-        work. Says whether it was the last."""
-        self._dead.extend(sequences)
+        """One of `num_holders` has died with its sequences, which are freed at once where it was the last. Says whether
+        it was."""
+        self.dead.extend(sequences)
         self.num_holders -= 1
         if not self.num_holders:
             self._collect()
         return not self.num_holders
 
     def _collect(self) -> None:
-        while self._dead:
-            self.pool.free(self._dead.popleft())
+        while self.dead:
+            self.pool.free(self.dead.popleft())
 
     def _make_room(self, sequences: Sequence[PagedSequence], counts: Sequence[int]) -> None:
         self._collect()

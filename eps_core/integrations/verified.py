@@ -76,14 +76,10 @@ class Round:
         back."""
         slots = self._slots[:kept]
         try:
-            for layer, (k, v) in sorted(self._kv.items()):
+            for layer, (k, v) in sorted(self._kv.items()) if kept else ():
                 self.paged.write(layer, k[:kept], v[:kept], slots)
         finally:  # K and V are there, whatever became of the summaries
-            self.paged.commit(self.sequence, kept)
-
-    def release(self) -> None:
-        """Gives all slots back."""
-        self.paged.release(self.sequence)
+            self.paged.pool.commit(self.sequence, [0] * kept)
 
 
 class Rounds:
@@ -111,7 +107,7 @@ class Rounds:
         """Return the config of draft steps."""
         return EpsConfig.over(config.cache_config, self.verify.draft_selection(config.selection_config))
 
-    def begin(self, cache: Any, config: EpsConfig, length: int, room: int, reason: str | None = None) -> int:
+    def begin(self, config: EpsConfig, length: int, room: int, reason: str | None = None) -> int:
         """Drafts of the round that begins now: a sequence holds `length` tokens and may say `room` more. `reason`: why
         there can be none."""
         self._started, self._why = self._clock(), reason

@@ -89,8 +89,7 @@ class EpsLayer(CacheLayerMixin):
             out, _ = sdpa_attention_forward(module, query, k, v, mask, scaling=scaling, **more)
             return out
 
-        drafting = rows.round is not None and not rows.round.verifying
-        if num_new > 1 or not rows.sparse.on or (rows.sparse.rounds is not None and not drafting):
+        if num_new > 1 or not rows.sparse.on or not rows.gates:
             return whole()
         assert rows.paged is not None and rows.plan is not None
         cache, plan = rows.paged.cache, rows.plan

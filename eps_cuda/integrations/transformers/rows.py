@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.backend import pages
 from eps_core.config.cache import CacheSpec
 from eps_core.errors import ConfigError, require
 from eps_core.integrations.kernels import checked_kernels
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.paged import Paged
+from eps_core.integrations.rows import EngineRows
 from eps_core.integrations.verified import Round
 from eps_core.kv_cache.pool import Sequence as PagedSequence
 from eps_core.kv_cache.step_plan import StepPlan
@@ -28,13 +28,16 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FIRST_ROOM = 256  # tokens of each row beyond its prompt that the first pool has room for
 
 
-class Rows:
+class Rows(EngineRows):
     """Opened by the first forward, whose K says shape, dtype and device. One forward writes N tokens of every row:
     `begin` gives them slots once, `write` each layer's K and V."""
 
+    ops = OPS
+
     def __init__(self, sparse: SparseAttention, kernels: str, num_heads: int) -> None:
         """`num_heads`: query heads of a layer, in whose shape the kernels are checked before they are used."""
-        self.sparse, self.kernels, self.num_heads = sparse, kernels, num_heads
+        super().__init__(sparse)
+        self.kernels, self.num_heads = kernels, num_heads
         self.paged: Paged | None = None
         self.reset()
 
@@ -43,12 +46,11 @@ class Rows:
         if self.paged is not None:
             self._finalizer()
         self.paged = None
-        self.round: Round | None = None  # of verified decoding, where one is under way
+        self.round, self.broken = None, False
         self.sequences: list[PagedSequence] = []
         self.padding = np.zeros(0, np.int64)
         self.length = 0  # T
         self.odd: str | None = None  # why the forward's attention must be the engine's, if it must
-        self.broken = False  # summaries do not follow what is written any more
         self.plan: StepPlan | None = None  # of the forward's decode rows
         self._slots = np.zeros(0, np.int64)
         self._skipped: list[int] = []  # of each row, how many of the N new tokens are padding
@@ -92,8 +94,7 @@ class Rows:
         self.plan = paged.plan(self.sparse.config, self.sequences) if num_new == 1 else None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """K and V [B, Hkv, N, D] of one layer to the slots of `begin`. Where EPS fails these are kept all the same, and
-        all that follows until `reset` is attended by the engine."""
+        """K and V [B, Hkv, N, D] of one layer to the slots of `begin`."""
         assert self.paged is not None
         spec = self.paged.cache.spec
         require(
@@ -102,23 +103,7 @@ class Rows:
             f"{value.shape[3]}, the first sparse one {spec.num_kv_heads} of {spec.head_dim}: EPS gates layers of one "
             "shape; run this model with --method off",
         )
-        k, v = self._own(key), self._own(value)
-        if self.round is not None:
-            self.round.placed(layer, k, v)
-        if not self.broken:
-            try:
-                (self.paged.write if self.round is None else self.paged.place)(layer, k, v, self._slots)
-                return
-            except Exception as error:
-                self.broken = True
-                self.sparse.tell(error)
-        cache = self.paged.cache
-        units, offsets = (
-            torch.from_numpy(x).to(k.device) for x in np.divmod(self._slots, cache.cache_config.unit_tokens)
-        )
-        with torch.inference_mode():
-            for pool, array in ((cache.k, k), (cache.v, v)):
-                pages.write(OPS, pool[layer], units, offsets, array.to(pool[layer].dtype))
+        self.write_slots(layer, self._own(key), self._own(value), self._slots)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """K, V [B, Hkv, T, D] of one layer, as its stock cache would hold them; zeros for padding."""
@@ -141,31 +126,12 @@ class Rows:
             return
         self.length = max(self.length - num_tokens, 0)
         for sequence in self.sequences if self.round is None else ():
-            self.paged.truncate(sequence, max(sequence.length - num_tokens, 0))
+            self.paged.pool.truncate(sequence, max(sequence.length - num_tokens, 0))
 
-    def open_round(self, num_drafts: int) -> None:
-        """Begins a round of the one row there is: single tokens are drafts from now on."""
-        assert self.paged is not None and self.sparse.rounds is not None and len(self.sequences) == 1
-        config = self.sparse.rounds.config(self.sparse.config)
-        self.round = Round(self.paged, self.sequences[0], config, num_drafts)
-
-    def commit(self, num_kept: int) -> None:
-        """Ends the round: the first rows of its verify pass are written, and are all that stays."""
-        assert self.round is not None
-        found, self.round = self.round, None
+    def end_round(self, num_kept: int) -> Round:
+        found = super().end_round(num_kept)
         self.length = int(self.padding[0]) + found.length + num_kept
-        try:
-            found.commit(num_kept)
-        except Exception as error:
-            self.broken = True
-            self.sparse.tell(error)
-
-    def abandon(self) -> None:
-        """Ends a round that something else ended, if there is one: nothing of it stays."""
-        if self.round is not None:
-            found, self.round = self.round, None
-            self.length = int(self.padding[0]) + found.length
-            found.release()
+        return found
 
     def select(self, indices: Sequence[int]) -> None:
         """Row i becomes what row indices[i] was: sequences that several rows go on with are forked."""
@@ -174,11 +140,11 @@ class Rows:
         taken: set[int] = set()
         chosen = []
         for index in indices:
-            chosen.append(self.paged.fork(self.sequences[index]) if index in taken else self.sequences[index])
+            chosen.append(self.paged.pool.fork(self.sequences[index]) if index in taken else self.sequences[index])
             taken.add(index)
         for index, sequence in enumerate(self.sequences):
             if index not in taken:
-                self.paged.free(sequence)
+                self.paged.pool.free(sequence)
         self.sequences[:] = chosen  # in place: the finalizer frees what is in this list
         self.padding = self.padding[list(indices)]
 
@@ -187,7 +153,7 @@ class Rows:
         other = Rows(self.sparse, self.kernels, self.num_heads)
         if self.paged is not None:
             other.paged = self.paged
-            other.sequences = [self.paged.fork(sequence) for sequence in self.sequences]
+            other.sequences = [self.paged.pool.fork(sequence) for sequence in self.sequences]
             other.padding, other.length, other.broken = self.padding.copy(), self.length, self.broken
             other._watch()
         return other

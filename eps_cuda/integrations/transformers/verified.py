@@ -98,7 +98,8 @@ def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any) -> Any:
                 text.round(sparse, rounds, layers[0].rows if layers else None, cache)
         except BaseException:
             if layers:
-                layers[0].rows.abandon()
+                if layers[0].rows.round is not None:
+                    layers[0].rows.end_round(0)
                 for layer in layers:
                     layer.length, layer._waiting = layers[0].rows.length, None
             raise
@@ -144,8 +145,8 @@ class _Text:
         before = self.ids.shape[1]
         length = rows.length - int(rows.padding[0])
         reason = "error" if rows.broken else rows.odd
-        drafts = rounds.begin(rows.paged.cache, sparse.config, length, self.config.max_length - before, reason)
-        rows.open_round(drafts)
+        drafts = rounds.begin(sparse.config, length, self.config.max_length - before, reason)
+        opened = rows.open_round(rows.sequences[0], drafts)
         ids, kwargs = self.ids, self.kwargs
         numbers = _RandomNumbers(ids.device) if self.config.do_sample else None
         for _ in range(drafts):
@@ -159,8 +160,7 @@ class _Text:
             rounds.drafted()
         if numbers is not None:
             numbers.restore()
-        assert rows.round is not None
-        rows.round.verifying = True
+        opened.verifying = True
         outputs = self._forward(ids, kwargs, drafts + 1)
         drafted, said, margins, accepted = ids[0, before:].tolist(), list[int](), list[Tensor](), 0
         for row in range(drafts + 1):
@@ -173,7 +173,7 @@ class _Text:
             if self.ended or not kept:
                 break
         cache.crop(len(said) - drafts - 1)
-        rows.commit(len(said))
+        rows.end_round(len(said))
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs, num_new_tokens=len(said))
         found = torch.stack(margins).tolist() if margins else []
         rounds.end(rows.paged.cache, length, drafts, said, accepted, [best - next_ for best, next_ in found])

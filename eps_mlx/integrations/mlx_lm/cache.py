@@ -115,13 +115,13 @@ class PagedKVCache(_BaseCache, Attends):
             plan = pool.plan(self.rows, lengths)
             reason = self._why_not(mask, sinks)
             if reason is not None:
-                pool.fall_back(self.layer, plan, reason)
+                pool.sparse.fall_back(pool.paged.cache, self.layer, plan, reason)
                 out = dense()
             else:
                 q, ratio = queries[:, :, 0], scale * math.sqrt(queries.shape[-1])
                 if abs(ratio - 1) > 1e-6:  # the gate scales by 1/sqrt(D)
                     q = q.astype(mx.float32) * ratio
-                out = pool.attend(self.layer, q, plan, lambda: dense()[:, :, 0])
+                out = pool.sparse.attend(pool.paged.cache, self.layer, q, plan, lambda: dense()[:, :, 0])
                 out = out.astype(queries.dtype)[:, :, None]
         if self.layer == pool.spec.num_layers - 1:
             out = mx.depends(out, pool.pending())

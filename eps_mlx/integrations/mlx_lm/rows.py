@@ -2,17 +2,16 @@
 
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from eps_core.backend import pages
 from eps_core.config.cache import CacheSpec
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.paged import Paged
+from eps_core.integrations.rows import EngineRows
 from eps_core.integrations.verified import Round
 from eps_core.kv_cache.pool import Sequence as PagedSequence
 from eps_core.kv_cache.step_plan import StepPlan
@@ -34,26 +33,23 @@ class Row:
         self.sequence, self.number = sequence, next(_numbers)
         self.edits = 0  # how often tokens were appended or taken back
         self._copies: list[tuple[weakref.ref[Row], int, set[int]]] = []
-        # the collector may run in any thread, and in the middle of the pool's own work: the pool frees when it is next
-        # asked for anything
-        weakref.finalize(self, rows.dead.append, sequence).atexit = False
+        weakref.finalize(self, rows.paged.dead.append, sequence).atexit = False
 
     @property
     def length(self) -> int:
         return self.sequence.length
 
 
-class Rows:
+class Rows(EngineRows):
     """The pool that the caches of a hooked model write and read, and what they share in a step: places, tables,
     lengths. `spec`: of its sparse layers. Not for several threads at once, but rows may die in any."""
 
+    ops = OPS
+
     def __init__(self, sparse: SparseAttention, spec: CacheSpec, device: str, kernels: str) -> None:
-        self.sparse = sparse
+        super().__init__(sparse)
         self.closed = False  # EPS was taken off the model
-        self.broken = False  # a summary could not be written: everything is attended densely from then on
         self.paged = Paged(sparse.backend, spec, sparse.config.cache_config, device, kernels)
-        self.dead: deque[PagedSequence] = deque()
-        self.round: Round | None = None  # of verified decoding, where one is under way
         self._mask: weakref.ref[mx.array] | None = None  # the last one that a cache of this model made
         self._version = 0  # of tables and lengths
         self._step: tuple[Any, StepPlan] | None = None
@@ -68,8 +64,7 @@ class Rows:
     @property
     def num_live(self) -> int:
         """Sequences that some cache still holds."""
-        self.collect()
-        return self.paged.pool.num_live
+        return self.paged.num_live
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -83,14 +78,7 @@ class Rows:
     def has_made(self, mask: Any) -> bool:
         return self._mask is not None and self._mask() is mask
 
-    def collect(self) -> None:
-        """Frees what nobody holds any more."""
-        while self.dead:
-            self.paged.free(self.dead.popleft())
-            self._version += 1
-
     def open(self) -> Row:
-        self.collect()
         self._version += 1
         return Row(self, self.paged.open())
 
@@ -108,7 +96,6 @@ class Rows:
     def copy(self, row: Row, layer: int) -> Row:
         """A row with the same tokens, for one layer's cache. Layers copy one after the other: those that find the same
         row as it was share the copy. (Any other order costs memory, never truth.)"""
-        self.collect()
         row._copies = [one for one in row._copies if one[0]() is not None]
         for found, edits, taken in row._copies:
             copied = found()
@@ -116,15 +103,14 @@ class Rows:
                 taken.add(layer)
                 return copied
         self._version += 1
-        copied = Row(self, self.paged.fork(row.sequence))
+        copied = Row(self, self.paged.pool.fork(row.sequence))
         row._copies.append((weakref.ref(copied), row.edits, {layer}))
         return copied
 
     def truncate(self, row: Row, length: int) -> None:
         """The first layer that trims does it for all."""
         if length < row.length:
-            self.collect()
-            self.paged.truncate(row.sequence, length)
+            self.paged.pool.truncate(row.sequence, length)
             row.edits += 1
             self._version += 1
 
@@ -133,21 +119,7 @@ class Rows:
     ) -> None:
         """k, v [sum(counts), Hkv, D] of one layer at `counts` positions from `starts` on of each row. The first layer
         to come makes the room."""
-        slots = self._slots(rows, starts, counts)
-        if self.round is not None:
-            self.round.placed(layer, k, v)
-        if not self.broken:
-            try:
-                (self.paged.write if self.round is None else self.paged.place)(layer, k, v, slots)
-                return
-            except Exception as error:
-                self.broken = True
-                self.sparse.tell(error)
-        # K and V are the model's own, and must be there whatever becomes of the summaries
-        cache = self.paged.cache
-        units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.cache_config.unit_tokens))
-        for pool, array in ((cache.k, k), (cache.v, v)):
-            pages.write(OPS, pool[layer], units, offsets, array.astype(self.dtype))
+        self.write_slots(layer, k, v, self._slots(rows, starts, counts))
 
     def _slots(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
         if self.round is not None:
@@ -156,7 +128,6 @@ class Rows:
             return self.round.slots(start, count)
         if self._places is not None and self._places[0] == self._key(rows, starts, counts):
             return self._places[1]
-        self.collect()
         grown = [max(start + count - row.length, 0) for row, start, count in zip(rows, starts, counts, strict=True)]
         if any(start > row.length for row, start in zip(rows, starts, strict=True)):
             raise RuntimeError("a layer's cache is ahead of its sequence: trim the caches of all layers alike")
@@ -193,41 +164,9 @@ class Rows:
             self._step = key, StepPlan.of(self.sparse.config, table, np.asarray(lengths))
         return self._step[1]
 
-    @property
-    def gates(self) -> bool:
-        """Return whether single tokens are sparse: in verified decoding only drafts are."""
-        if self.sparse.rounds is None:
-            return True
-        return self.round is not None and not self.round.verifying
-
-    def open_round(self, row: Row, num_drafts: int) -> Round:
-        """Begins a round of a row, the only one that is written to until `end_round`."""
-        assert self.sparse.rounds is not None and self.round is None
-        self.collect()
-        self.round = Round(self.paged, row.sequence, self.sparse.rounds.config(self.sparse.config), num_drafts)
+    def end_round(self, num_kept: int) -> Round:
         self._version += 1
-        return self.round
-
-    def end_round(self, row: Row, num_kept: int) -> None:
-        """The first rows of the round's verify pass are written, and are all that stays."""
-        assert self.round is not None
-        found, self.round = self.round, None
-        self._version += 1
-        row.edits += 1
-        if not num_kept:
-            found.release()
-            return
-        try:
-            found.commit(num_kept)
-        except Exception as error:
-            self.broken = True
-            self.sparse.tell(error)
-
-    def attend(self, layer: int, q: mx.array, plan: StepPlan, dense: Any) -> mx.array:
-        return self.sparse.attend(self.paged.cache, layer, q, plan, dense)
-
-    def fall_back(self, layer: int, plan: StepPlan, reason: str) -> None:
-        self.sparse.fall_back(self.paged.cache, layer, plan, reason)
+        return super().end_round(num_kept)
 
     def pending(self) -> list[mx.array]:
         """Return the arrays of this step that nobody else may ask for: evaluated with the step, or they would hold the

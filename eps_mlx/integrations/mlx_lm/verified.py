@@ -116,8 +116,8 @@ class _Text:
         pool, row = self.pool, self.own[0].rows[0]
         length = self.own[0].columns
         reason = "error" if pool.broken else None
-        drafts = self.rounds.begin(pool.paged.cache, pool.sparse.config, length, room, reason)
-        state = pool.open_round(row, drafts)
+        drafts = self.rounds.begin(pool.sparse.config, length, room, reason)
+        state = pool.open_round(row.sequence, drafts)
         num_kept = 0
         try:
             tokens, numbers = mx.array([fed], mx.uint32), _random_state()
@@ -146,7 +146,8 @@ class _Text:
             if not num_kept:
                 for one in self.own:
                     one.columns = length
-            pool.end_round(row, num_kept)
+            row.edits += 1
+            pool.end_round(num_kept)
         mx.async_eval([one.state for one in self.cache])
         self.rounds.end(pool.paged.cache, length, drafts, said, accepted, margins)
         return said, logprobs, accepted
