@@ -288,7 +288,7 @@ def test_metrics_that_nobody_closes_are_whole_when_the_process_ends(tmp_path: Pa
 
 def test_the_plan_says_which_layers_are_left_and_why() -> None:
     plan = Plan.of(["sliding window", None, None, "sliding window", "sliding window", "sinks"])
-    assert plan.sparse == (1, 2) and plan.places == {1: 0, 2: 1}
+    assert plan.sparse == (1, 2)
     line = plan.line(RQ)
     assert line.startswith("eps: rq") and "gates 2 of 6 layers" in line
     assert line.endswith("left dense: sliding window (0 3-4), sinks (5)")

@@ -122,8 +122,8 @@ def test_rkv_rounds_no_cosine_at_the_line() -> None:
 
 
 def test_a_downdate_that_leaves_nothing_says_so_and_the_policy_factors_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert logdet.downdate(np.eye(D), np.eye(D)[2]) is None
-    assert logdet.downdate(np.eye(D), 2 * np.eye(D)[0]) is None
+    assert logdet.downdate(np.eye(D), np.eye(D)[[2]]) is None
+    assert logdet.downdate(np.eye(D), 2 * np.eye(D)[[0]]) is None
     layers = [[keyed(random_keys(300, seed)) for seed in range(2)]]
     right = logdet.keep(layers, 60, RULE)
     monkeypatch.setattr(logdet, "downdate", lambda lower, keys: None)

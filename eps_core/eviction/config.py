@@ -91,11 +91,6 @@ class EvictionConfig:
         )
         return math.ceil(self.num_sink_tokens / (1 - last)) if last < 1 else self.num_sink_tokens + int(last)
 
-    @property
-    def even_at_prefill(self) -> bool:
-        """Return whether every head holds `rows` of a prompt from the start."""
-        return self.enabled and self.policy_spec.at_prefill and not self.policy_spec.uneven
-
     def rows(self, num_tokens: int) -> int:
         """Rows that a head keeps of a prompt of `num_tokens` tokens, and is brought back to while it goes on: at least
         those that are never evicted, of which a short prompt has fewer. Policies that divide rows unevenly keep so many
@@ -109,8 +104,10 @@ class EvictionConfig:
     def most_rows(self, num_tokens: int, num_new: int) -> int:
         """Rows that a head may ever hold of a prompt of `num_tokens` tokens that goes on for `num_new`. Where policies
         divide rows unevenly, one head may hold all of them."""
-        start = min(self.rows(num_tokens), num_tokens) if self.even_at_prefill else num_tokens
-        if not (self.enabled and self.every and self.policy_spec.while_decoding) or self.policy_spec.uneven:
+        if not self.enabled or self.policy_spec.uneven:
+            return num_tokens + num_new
+        start = min(self.rows(num_tokens), num_tokens) if self.policy_spec.at_prefill else num_tokens
+        if not (self.every and self.policy_spec.while_decoding):
             return start + num_new
         return min(start + num_new, max(start, self.rows(num_tokens) + self.every))
 

@@ -23,29 +23,15 @@ def factor(keys: np.ndarray, ridge: float) -> np.ndarray:
     return np.linalg.cholesky(keys.T @ keys + ridge * np.eye(keys.shape[1]))
 
 
-def _changed(lower: np.ndarray, keys: np.ndarray, sign: int) -> np.ndarray | None:
-    """The factor of L L^T + sign keys^T keys, which is L (I + sign W W^T) L^T, where L W = keys^T; None where rounding
-    leaves no positive diagonal."""
-    half = np.linalg.solve(lower, np.atleast_2d(keys).T)  # [D, b]
+def downdate(lower: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
+    """Lower Cholesky factor [D, D] of L L^T - keys^T keys, keys [b, D], which is L (I - W W^T) L^T, where
+    L W = keys^T; None where rounding leaves no positive diagonal: factor again."""
+    half = np.linalg.solve(lower, keys.T)  # [D, b]
     try:
-        inner = np.linalg.cholesky(np.eye(len(lower)) + sign * (half @ half.T))
+        changed: np.ndarray = lower @ np.linalg.cholesky(np.eye(len(lower)) - half @ half.T)
     except np.linalg.LinAlgError:
         return None
-    changed: np.ndarray = lower @ inner
     return changed
-
-
-def update(lower: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Lower Cholesky factor [D, D] of L L^T + sum of k k^T over keys, [b, D] or [D]."""
-    changed = _changed(lower, keys, 1)
-    assert changed is not None, "a sum of squares is positive"
-    return changed
-
-
-def downdate(lower: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
-    """Lower Cholesky factor [D, D] of L L^T - sum of k k^T over keys, [b, D] or [D]; None where rounding leaves no
-    positive diagonal: factor again."""
-    return _changed(lower, keys, -1)
 
 
 def leverages(inverse: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Self
 
 from eps_core.config.eps import EpsConfig
@@ -36,11 +35,6 @@ class Plan:
     def num_layers(self) -> int:
         """Return the model's number of layers."""
         return len(self.sparse) + len(self.dense)
-
-    @cached_property
-    def places(self) -> dict[int, int]:
-        """Model layer -> layer of the cache, of those sparse."""
-        return {layer: place for place, layer in enumerate(self.sparse)}
 
     def dense_tokens(self, length: int) -> int:
         """Tokens of which a step of a sequence of `length` tokens reads K and V in the layers that stay dense, summed

@@ -45,26 +45,23 @@ class PagedRuntime:
 
     def write(self, place: int, key: Tensor, value: Tensor, slots: np.ndarray, plain: Callable[[], None]) -> None:
         """K and V [N, Hkv, D] of a layer to slots [N] with all summaries; `plain` alone where EPS is off, or fails."""
-        assert self.sparse is not None
-        if not self.sparse.on:
-            plain()
-            return
-        try:
+
+        def work() -> None:
             self.mark_written(place, slots)
             self.cache = self.backend.write_kv(self.cache, place, key, value, slots)
-        except Exception as error:
-            self._fail(error, "failed_writes")
-            plain()
 
-    def summarise(self, work: Callable[[], None]) -> None:
-        """Runs what makes summaries of a write that the engine has done itself; where EPS is off, nothing."""
+        self.summarise(work, plain)
+
+    def summarise(self, work: Callable[[], None], plain: Callable[[], None] = lambda: None) -> None:
+        """Runs `work`, which makes the summaries of a write; where EPS is off, or fails, `plain`."""
         assert self.sparse is not None
-        if not self.sparse.on:
-            return
-        try:
-            work()
-        except Exception as error:
-            self._fail(error, "failed_writes")
+        if self.sparse.on:
+            try:
+                work()
+                return
+            except Exception as error:
+                self._fail(error, "failed_writes")
+        plain()
 
     def mark_written(self, place: int, slots: np.ndarray) -> None:
         """See `adopt.mark_written`: needed where pages may hold what EPS never saw."""

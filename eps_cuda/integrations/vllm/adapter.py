@@ -19,7 +19,7 @@ from eps_core.integrations.versions import check_version
 from eps_core.load import resolve_kernels
 from eps_core.metrics.provenance import package_version
 from eps_cuda import versions
-from eps_cuda.integrations.vllm.runtime import Runtime, runtime_of
+from eps_cuda.integrations.vllm.runtime import Runtime, runtime_in
 
 EXTENSION = "eps_cuda.integrations.vllm.worker.EpsWorker"
 CPU_BLOCK_TOKENS = 128  # vLLM's own choice there
@@ -37,8 +37,7 @@ class Engine:
         self._arguments, self._kernels = arguments, settings.kernels
         self.prefill_ms: float | None = None
         self._engines: dict[bool, Any] = {True: self._open({"eps": settings.flat(asked=True)})}
-        context = self._engines[True].llm_engine.vllm_config.compilation_config.static_forward_context
-        found = next((runtime for layer in context.values() if (runtime := runtime_of(layer))), None)
+        found = runtime_in(self._engines[True].llm_engine.vllm_config)
         if found is None or found.sparse is None:
             raise ConfigError("vLLM started without EPS: no attention layer of this model is one that EPS hooks into")
         self.runtime: Runtime = found

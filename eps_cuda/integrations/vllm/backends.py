@@ -9,7 +9,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_co
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from eps_cuda.integrations.vllm.asked import asked
-from eps_cuda.integrations.vllm.runtime import Runtime, runtime_of
+from eps_cuda.integrations.vllm.runtime import Runtime, runtime_in, runtime_of
 
 PREFERRED_BLOCK_TOKENS = 128  # of route rows: whole units, which vLLM's usual 16 tokens are not
 
@@ -32,7 +32,7 @@ class EpsImpl:
         vllm_config = get_current_vllm_config()
         want = asked(vllm_config)
         assert want is not None
-        self.eps_runtime = Runtime.of(vllm_config, want)
+        self.eps_runtime = runtime_in(vllm_config) or Runtime(vllm_config, want)
 
     def eps_route(self, runtime: Runtime) -> Any:
         return self.routes[runtime.want.route](runtime.backend)

@@ -50,17 +50,8 @@ class Forward:
             dense = StepPlan.dense(config.cache_config, plan.table, plan.lengths)
             if len(others) or len(decode) != metadata.num_actual_tokens:
                 tokens = torch.from_numpy(starts[decode]).to(metadata.seq_lens.device)
-        return cls(
-            starts,
-            lengths,
-            decode,
-            others,
-            int((past_prompt & ~gates & (counts > 0)).sum()),
-            tokens,
-            plan,
-            dense,
-            table,
-        )
+        num_verified = int((past_prompt & ~gates & (counts > 0)).sum())
+        return cls(starts, lengths, decode, others, num_verified, tokens, plan, dense, table)
 
     def rows_of(self, array: Tensor) -> Tensor:
         """Those of `decode` in an array [tokens, ..] of the batch: a view where all rows decode."""

@@ -1,27 +1,35 @@
 """Route rows: groups of any size, read by our own kernels from rows of K and V in vLLM's blocks."""
 
 import math
+from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.backend import pages
+from eps_core.backend.cache import write_rows
 from eps_core.errors import require
 from eps_cuda.integrations.vllm.backends import real_rows
 from eps_cuda.integrations.vllm.forward import on_host
 from eps_cuda.ops import OPS
 
 
-class PlainRows:
-    """On a CPU. vLLM's own layout there is packed for the processor's matrix unit and cannot be gathered from: a sparse
-    layer's blocks hold plain rows instead, and EPS attends for all of its requests, the prefilling ones too."""
+class Route:
+    """A way to read what is selected: pools over vLLM's blocks, writes to them and the attention of a layer."""
 
-    readable = True
+    readable = True  # whether K can be read again, to summarise it
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
+
+    def forget(self) -> None:
+        """Drop what waits for its summary: nothing here."""
+
+
+class PlainRows(Route):
+    """On a CPU. vLLM's own layout there is packed for the processor's matrix unit and cannot be gathered from: a sparse
+    layer's blocks hold plain rows instead, and EPS attends for all of its requests, the prefilling ones too."""
 
     def pools(self, tensor: Tensor, head_dim: int, unit_tokens: int) -> tuple[Tensor, Tensor]:
         """K and V [P, Hkv, U, D] in a block tensor [blocks, Hkv, block tokens, 2 D]: a block is whole units, a unit all
@@ -41,17 +49,11 @@ class PlainRows:
         )
         return k, v
 
-    def forget(self) -> None:
-        """Nothing waits here for its summary."""
-
     def write(self, runtime: Any, place: int, key: Tensor, value: Tensor, slot_mapping: Tensor, stock: Any) -> None:
         key, value, slots = real_rows(key, value, on_host(slot_mapping).astype(np.int64))
 
         def plain() -> None:
-            cache = runtime.cache
-            units, offsets = (torch.from_numpy(part) for part in np.divmod(slots, cache.cache_config.unit_tokens))
-            for pool, rows in ((cache.k[place], key), (cache.v[place], value)):
-                pages.write(OPS, pool, units, offsets, rows.to(pool.dtype))
+            write_rows(OPS, runtime.cache, place, key, value, slots)
 
         runtime.write(place, key, value, slots, plain)
 
@@ -74,14 +76,12 @@ class PlainRows:
             output[tokens] = self.backend.attend_chunk(cache, query[tokens], k, v).to(output.dtype)
 
 
-class StridedRows:
+class StridedRows(Route):
     """On a GPU, where vLLM's layout is rows already: its own kernel attends for the requests that do not decode, and
     wherever everything would be read."""
 
-    readable = True
-
     def __init__(self, backend: Any) -> None:
-        self.backend = backend
+        super().__init__(backend)
         self._written: tuple[Any, np.ndarray] | None = None  # a forward's context and its slots
 
     def pools(self, tensor: Tensor, head_dim: int, unit_tokens: int) -> tuple[Tensor, Tensor]:
@@ -100,9 +100,6 @@ class StridedRows:
             torch.as_strided(tensor, shape, strides, tensor.storage_offset() + part * head_dim) for part in range(2)
         )
         return k, v
-
-    def forget(self) -> None:
-        """Nothing waits here for its summary."""
 
     def write(self, runtime: Any, place: int, key: Tensor, value: Tensor, slot_mapping: Tensor, stock: Any) -> None:
         key, value, slots = real_rows(key, value, self._slots(slot_mapping))
@@ -149,8 +146,6 @@ class StridedRows:
 
 def changed(metadata: Any, **fields: Any) -> Any:
     """A copy of attention metadata with other fields; what was scheduled for the old ones is left out."""
-    from copy import copy
-
     other = copy(metadata)
     for name, value in fields.items():
         setattr(other, name, value)

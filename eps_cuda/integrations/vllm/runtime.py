@@ -35,15 +35,6 @@ class Runtime(PagedRuntime):
         self._pointers: list[int] = []
         self._shown = metrics.Shown(vllm_config)
 
-    @classmethod
-    def of(cls, vllm_config: Any, want: Asked) -> "Runtime":
-        """The model's runtime: its earlier layers', or a new one."""
-        for layer in vllm_config.compilation_config.static_forward_context.values():
-            found = runtime_of(layer)
-            if found is not None:
-                return found
-        return cls(vllm_config, want)
-
     # ------------------------------------------------------------------------------------------------------- starting
 
     def start(self, names: list[str], block_tokens: int) -> None:
@@ -167,6 +158,12 @@ class Runtime(PagedRuntime):
 def runtime_of(layer: Any) -> Runtime | None:
     """Return the runtime of an attention layer that EPS has hooked."""
     return getattr(getattr(layer, "impl", None), "eps_runtime", None)
+
+
+def runtime_in(vllm_config: Any) -> Runtime | None:
+    """Return the runtime of a model, by its layers that are made already."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return next((found for layer in layers if (found := runtime_of(layer)) is not None), None)
 
 
 def _own_file(metrics_file: Path | None, vllm_config: Any) -> Path | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from eps_core.errors import ConfigError
 from eps_cuda.integrations.vllm import metrics
-from eps_cuda.integrations.vllm.runtime import Runtime, runtime_of
+from eps_cuda.integrations.vllm.runtime import Runtime, runtime_in
 
 
 class EpsWorker:
@@ -29,8 +29,7 @@ class EpsWorker:
         return metrics.text(self.eps_stats())
 
     def eps_runtime(self) -> Runtime:
-        context = self.model_runner.vllm_config.compilation_config.static_forward_context
-        found = next((runtime for layer in context.values() if (runtime := runtime_of(layer)) is not None), None)
+        found = runtime_in(self.model_runner.vllm_config)
         if found is None:
             raise ConfigError("this server was not asked for EPS: start it with EPS_METHOD=rq, say")
         return found
