@@ -192,22 +192,16 @@ class SparseAttention:
             counts = self._counts
             dense = counts["bytes_kv_dense"]
             read = counts["bytes_kv_read"] + counts["bytes_summary_read"]
-            return {
-                "on": self.on,
-                "steps": counts["steps"],
-                "rows": counts["rows"],
-                **{name: int(counts[name]) for name in _SUMMED},
-                "bytes_ratio": read / dense if dense else None,
-                **self._of_model(read, dense),
-                "fallbacks": dict(self._fallbacks),
-                **({} if self.rounds is None else {"verified": self.rounds.stats()}),
-            }
-
-    def _of_model(self, read: int, dense: int) -> dict[str, float | None]:
-        if not self.plan.dense or self.rounds is not None:
-            return {}
-        tokens = self._counts["tokens"], self._counts["dense_tokens"]
-        return {"bytes_ratio_model": self.plan.ratio_of_model(read, dense, *tokens)}
+            found: dict[str, Any] = {"on": self.on, "steps": counts["steps"], "rows": counts["rows"]}
+            found |= {name: int(counts[name]) for name in _SUMMED}
+            found["bytes_ratio"] = read / dense if dense else None
+            if self.plan.dense and self.rounds is None:
+                tokens = counts["tokens"], counts["dense_tokens"]
+                found["bytes_ratio_model"] = self.plan.ratio_of_model(read, dense, *tokens)
+            found["fallbacks"] = dict(self._fallbacks)
+            if self.rounds is not None:
+                found["verified"] = self.rounds.stats()
+            return found
 
     def reset(self) -> None:
         with self._lock:
@@ -341,8 +335,7 @@ class SparseAttention:
         for name, key in _SUMMED.items():
             self._counts[name] += getattr(record, key)
         if self.rounds is None:  # else rounds are what is told
-            if self._writer is not None:
-                self._write(record, cache)
+            self._write(record, cache)
             if self.keep_records:
                 self.records.append(record)
         if self.keep_lists:
@@ -360,25 +353,16 @@ class SparseAttention:
     def _round(self, record: RoundRecord, cache: Any) -> None:
         """A round of verified decoding is over."""
         self.spec = cache.spec
-        if self._writer is not None:
-            self._write(record, cache)
+        self._write(record, cache)
         if self.keep_records:
             self.round_records.append(record)
 
     def _write(self, record: StepRecord | RoundRecord, cache: Any) -> None:
-        assert self._writer is not None
+        if self._writer is None:
+            return
         if not self._run_line_written:
             self._run_line_written = True
-            self._writer.write(
-                provenance.run_line(
-                    self.config,
-                    cache.spec,
-                    backend_name(self.backend),
-                    self.device or cache.device,
-                    self.model,
-                    self.backend.versions(),
-                    sparse_layers=list(self.plan.sparse),
-                    layers_dense={str(layer): reason for layer, reason in self.plan.dense.items()},
-                )
-            )
+            device, more = self.device or cache.device, self.plan.to_dict()
+            name, versions = backend_name(self.backend), self.backend.versions()
+            self._writer.write(provenance.run_line(self.config, cache.spec, name, device, self.model, versions, **more))
         self._writer.write(record.to_dict())

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError, require
@@ -35,6 +35,11 @@ class Plan:
     def num_layers(self) -> int:
         """Return the model's number of layers."""
         return len(self.sparse) + len(self.dense)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layers as JSON has them."""
+        dense = {str(layer): reason for layer, reason in self.dense.items()}
+        return {"sparse_layers": list(self.sparse), "layers_dense": dense}
 
     def dense_tokens(self, length: int) -> int:
         """Tokens of which a step of a sequence of `length` tokens reads K and V in the layers that stay dense, summed

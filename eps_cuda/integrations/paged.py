@@ -136,8 +136,7 @@ class PagedRuntime:
                     memory += sum(pool.nbytes for fields in one.summaries for pool in fields.values())
         return {
             **self.sparse.stats(), **{name: int(self.counts[name]) for name in COUNTS}, **self.described(),
-            "summary_memory_bytes": memory, "sparse_layers": list(self.sparse.plan.sparse),
-            "layers_dense": {str(layer): reason for layer, reason in self.sparse.plan.dense.items()},
+            "summary_memory_bytes": memory, **self.sparse.plan.to_dict(),
         }  # fmt: skip
 
     def reset(self) -> None:

@@ -167,18 +167,11 @@ class PagedKVCache(_BaseCache, Attends):
 
     @state.setter
     def state(self, saved: Any) -> None:
-        keys, values, left, columns, layer, num_layers = saved
-        self._adopt(keys, values, [int(one) for one in left.tolist()], int(columns), int(layer), int(num_layers))
-
-    def _saved(self) -> tuple[Any, ...]:
-        keys, values = (None, None) if self.empty() else self.keys_and_values()
-        return keys, values, mx.array(self.left), self.columns, self.layer, self.pool.spec.num_layers
-
-    def _adopt(
-        self, keys: mx.array | None, values: mx.array, left: list[int], columns: int, layer: int, num_layers: int
-    ) -> None:
         """Becomes what was saved, in the pool of the model that had EPS put on last and fits; summaries are made as for
         any K that is written."""
+        keys, values, padding = saved[:3]
+        columns, layer, num_layers = map(int, saved[3:])
+        left = [int(one) for one in padding.tolist()]
         for pool in reversed(open_pools):
             spec = pool.spec
             shape = (spec.num_kv_heads, spec.head_dim)
@@ -196,6 +189,10 @@ class PagedKVCache(_BaseCache, Attends):
             first = min(left)
             self.columns = first
             self._write(keys[:, :, first:], values[:, :, first:])
+
+    def _saved(self) -> tuple[Any, ...]:
+        keys, values = (None, None) if self.empty() else self.keys_and_values()
+        return keys, values, mx.array(self.left), self.columns, self.layer, self.pool.spec.num_layers
 
     def _copied(self, keep: Sequence[int]) -> list[Row]:
         return [self.pool.copy(self.rows[index], self.layer) for index in keep]

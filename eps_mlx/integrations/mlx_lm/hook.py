@@ -51,8 +51,7 @@ class Hook:
             self.sparse.on = False
             return
         self._before = model.__dict__.get("make_cache")
-        own = getattr(model, "make_cache", None)
-        self.stock_caches = own or (lambda: _plain_caches(model))
+        self.stock_caches = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
         names.rebind(CLASSES)
         try:
             plan, spec, num_heads = look_at(model, self.stock_caches())
@@ -124,11 +123,6 @@ def _weight_bytes(model: Any) -> int:
     flat: Any = tree_flatten(model.parameters())
     tied = not any("lm_head" in name for name, _ in flat)
     return sum(array.nbytes for name, array in flat if tied or "embed_tokens" not in name)
-
-
-def _plain_caches(model: Any) -> list[Any]:
-    """Return the caches that mlx-lm makes for a model without `make_cache`."""
-    return [KVCache() for _ in model.layers]
 
 
 def hook_of(model: Any) -> Hook | None:

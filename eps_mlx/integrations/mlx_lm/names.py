@@ -1,8 +1,7 @@
 """The names in mlx-lm that a hook rebinds, and back: counted, so that several models can have EPS on at once."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -42,7 +41,7 @@ def attention(
     return stock_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
 
-def _swap(old: Callable[..., Any], new: Callable[..., Any], name: str = ATTENTION) -> list[str]:
+def swap(old: Callable[..., Any], new: Callable[..., Any], name: str = ATTENTION) -> list[str]:
     """Rebinds a name, the attention's, in every loaded module that has it; the modules' names."""
     found = []
     for place, module in list(sys.modules.items()):
@@ -52,16 +51,6 @@ def _swap(old: Callable[..., Any], new: Callable[..., Any], name: str = ATTENTIO
     return found
 
 
-@contextmanager
-def swapped(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Inside, every model that attends by `old` attends by `new`."""
-    _swap(old, new)
-    try:
-        yield
-    finally:
-        _swap(new, old)
-
-
 _verifying: list[Callable[..., Any]] = []  # one a model
 
 
@@ -69,34 +58,33 @@ def rebind_step(step: Callable[..., Any]) -> None:
     """Sends mlx-lm's loop of one prompt through `step`, which knows its models. Each call asks for one
     `restore_step`."""
     if not _verifying:
-        _swap(stock_step, step, STEP)
+        swap(stock_step, step, STEP)
     _verifying.append(step)
 
 
 def restore_step() -> None:
     step = _verifying.pop()
     if not _verifying:
-        _swap(step, stock_step, STEP)
+        swap(step, stock_step, STEP)
 
 
-_MISSING = object()
 _users = 0
-_before: dict[str, Any] = {}
+_classes: tuple[type, ...] = ()
 
 
 def rebind(classes: tuple[type, ...]) -> None:
     """Sends every model's attention through `attention` and lets mlx-lm find cache `classes` by their names when it
     loads a prompt cache. Each call asks for one `restore`. Raises ConfigError where no model can be reached."""
-    global _users
-    found = _swap(stock_attention, attention)
+    global _users, _classes
+    found = swap(stock_attention, attention)
     if not _users:
         if not [name for name in found if name != base.__name__]:
-            _swap(attention, stock_attention)
+            swap(attention, stock_attention)
             raise ConfigError(
                 f"no loaded model binds mlx-lm's {ATTENTION}: load the model with mlx_lm before EPS is put on it"
             )
+        _classes = classes
         for one in classes:
-            _before[one.__name__] = getattr(caches, one.__name__, _MISSING)
             setattr(caches, one.__name__, one)
     _users += 1
 
@@ -108,10 +96,6 @@ def restore() -> None:
     _users -= 1
     if _users:
         return
-    _swap(attention, stock_attention)
-    for name, value in _before.items():
-        if value is _MISSING:
-            delattr(caches, name)
-        else:
-            setattr(caches, name, value)
-    _before.clear()
+    swap(attention, stock_attention)
+    for one in _classes:
+        delattr(caches, one.__name__)

@@ -11,7 +11,7 @@ from eps_core.config.cache import CacheSpec
 from eps_core.errors import ConfigError, one_line
 from eps_core.integrations.plan import Plan
 from eps_mlx.device import DTYPES
-from eps_mlx.integrations.mlx_lm.names import Attends, attention, stock_attention, swapped
+from eps_mlx.integrations.mlx_lm.names import Attends, attention, stock_attention, swap
 
 PROBE_TOKENS = (3, 1)  # of a prompt, of a step
 # what the cache of a layer that is not a plain KVCache says of it
@@ -90,14 +90,16 @@ def look_at(model: Any, stock: Sequence[Any]) -> tuple[Plan, CacheSpec, int]:
                 one.note(keys, values, cache)
         return attention(queries, keys, values, cache, *args, **kwargs)
 
+    swap(attention, noting)
     try:
-        with swapped(attention, noting):
-            for tokens in PROBE_TOKENS:
-                model(mx.zeros((1, tokens), mx.int32), cache=probes)
+        for tokens in PROBE_TOKENS:
+            model(mx.zeros((1, tokens), mx.int32), cache=probes)
     except Exception as error:
         raise ConfigError(
             f"EPS cannot follow this model, which fails on a prompt of its own: {one_line(error)}"
         ) from error
+    finally:
+        swap(noting, attention)
     reasons: list[str | None] = []
     shape: tuple[Any, Any, int] | None = None
     for one in probes:
