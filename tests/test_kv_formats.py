@@ -1,7 +1,8 @@
-"""fp8 and NVFP4 pages: every code, the oracle by brute force over Python's numbers, every backend by the oracle.
-`test_kv_bits.py` tests what all formats share."""
+"""The formats of pages: every code, the oracle by brute force over Python's numbers, every backend by the oracle.
+`test_kv_bits.py` tests caches of them."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -16,7 +17,8 @@ from eps_core.reference import codes as oracle_codes
 # the numbers of the two formats, by code: a sign bit, exponent, mantissa (Micikevicius et al. 2022; OCP MX 1.0)
 E4M3 = [(c % 8) * 2.0**-9 if c < 8 else (1 + c % 8 / 8) * 2.0 ** (c // 8 - 7) for c in range(127)]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-NEW = ("fp8", "nvfp4")
+NEW: tuple[FormatName, ...] = ("fp8", "nvfp4")
+HEAD_DIMS: dict[FormatName, tuple[int, ...]] = {8: (16, 64, 96), 4: (16, 64, 96), "fp8": (32,), "nvfp4": (32,)}
 BACKENDS = ("eps_core.reference", "eps_cuda", "eps_mlx")
 
 
@@ -35,6 +37,17 @@ def scale_of(row: np.ndarray, most: int) -> np.float16:
     wanted = np.float32(np.abs(row).max()) / np.float32(most)
     near = np.float16(wanted).view(np.uint16).astype(int) + np.arange(-1, 2)
     return next(f for f in near[near >= 0].astype(np.uint16).view(np.float16) if float(f) >= float(wanted))
+
+
+def int_by_loop(row: np.ndarray, bits: int) -> tuple[list[int], np.float16]:
+    """Bytes of codes from -most to most: of 4 bits two in one, 8 added to each."""
+    codes, scale = [0] * len(row), np.float16(0)
+    if np.abs(row).max() >= 2.0**-126:
+        scale = scale_of(row, 2 ** (bits - 1) - 1)
+        codes = [round(float(x / np.float32(scale))) for x in row]
+    if bits == 8:
+        return [code & 255 for code in codes], scale
+    return [low + 8 + 16 * (high + 8) for low, high in zip(codes[::2], codes[1::2], strict=True)], scale
 
 
 def fp8_by_loop(row: np.ndarray) -> tuple[list[int], np.float16]:
@@ -58,6 +71,8 @@ def nvfp4_by_loop(row: np.ndarray) -> tuple[list[int], np.float16]:
 
 
 BY_LOOP: dict[FormatName, Callable[[np.ndarray], tuple[list[int], np.float16]]] = {
+    8: partial(int_by_loop, bits=8),
+    4: partial(int_by_loop, bits=4),
     "fp8": fp8_by_loop,
     "nvfp4": nvfp4_by_loop,
 }
@@ -88,14 +103,16 @@ def codes_of(name: str, rows: np.ndarray, bits: FormatName) -> tuple[np.ndarray,
     return backend.to_numpy(codes), backend.to_numpy(scale)
 
 
-@pytest.mark.parametrize("bits", NEW)
+@pytest.mark.parametrize("bits", FORMATS)
 def test_the_oracle_quantises_as_the_formula_says(bits: FormatName) -> None:
-    rows = np.concatenate([hard_rows(32, 4e5), on_edges()])
-    codes, scale = oracle_codes.quantise(rows, bits)
-    assert codes.dtype == np.uint8 and codes.shape[-1] == FORMATS[bits].code_bytes(32)
-    for row, got, step in zip(rows, codes, scale, strict=True):
-        want, want_step = BY_LOOP[bits](row)
-        assert step == want_step and got.tolist() == want
+    for head_dim in HEAD_DIMS[bits]:
+        rows = np.concatenate([hard_rows(head_dim, 4e5), *([on_edges()] if bits in NEW else [])])
+        codes, scale = oracle_codes.quantise(rows, bits)
+        assert codes.dtype == (np.int8 if bits == 8 else np.uint8)
+        assert codes.shape[-1] == FORMATS[bits].code_bytes(head_dim)
+        for row, got, step in zip(rows, codes.view(np.uint8), scale, strict=True):
+            want, want_step = BY_LOOP[bits](row)
+            assert step == want_step and got.tolist() == want
 
 
 @pytest.mark.parametrize("name", BACKENDS[1:])
@@ -161,10 +178,35 @@ def test_every_backend_codes_every_format() -> None:
 # ------------------------------------------------------------------------------------------------------- tests of tests
 
 
-@pytest.mark.parametrize("fault", ["ties away from zero", "wraps around", "forgets zero's sign", "one block for all"])
-def test_a_wrong_quantiser_fails_the_loop(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def wrong_int8(fault: str) -> Callable[[np.ndarray, FormatName], tuple[np.ndarray, np.ndarray]]:
+    right = oracle_codes.quantise
+
+    def wrong(rows: np.ndarray, bits: FormatName) -> tuple[np.ndarray, np.ndarray]:
+        codes, scale = right(rows, bits)
+        if fault == "rounds down":
+            with np.errstate(divide="ignore", invalid="ignore"):
+                codes = np.nan_to_num(np.floor(rows / scale.astype(np.float32)[..., None])).astype(np.int8)
+        elif fault == "forgets the scale":
+            scale = np.where(scale > 0, np.float16(1), scale)
+        else:
+            codes = np.maximum(codes, -100)
+        return codes, scale
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("bits", "fault"),
+    [
+        *((8, fault) for fault in ("rounds down", "forgets the scale", "asymmetric")),
+        *(("nvfp4", x) for x in ("ties away from zero", "wraps around", "forgets zero's sign", "one block for all")),
+    ],
+)
+def test_a_wrong_quantiser_fails_the_loop(bits: FormatName, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     to_e2m1, to_nvfp4 = oracle_codes._to_e2m1, oracle_codes._to_nvfp4
-    if fault == "one block for all":
+    if bits == 8:
+        monkeypatch.setattr(oracle_codes, "quantise", wrong_int8(fault))
+    elif fault == "one block for all":
 
         def whole(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
             codes = to_nvfp4(x, scale)
@@ -183,4 +225,4 @@ def test_a_wrong_quantiser_fails_the_loop(fault: str, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(oracle_codes, "_to_e2m1", wrong)
     with pytest.raises(AssertionError):
-        test_the_oracle_quantises_as_the_formula_says("nvfp4")
+        test_the_oracle_quantises_as_the_formula_says(bits)
