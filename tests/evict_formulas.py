@@ -2,6 +2,7 @@
 it."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,13 @@ def streaming(head: Head, rule: Rule) -> list[float]:
     return [float(p - head.length) for p in head.positions]
 
 
+def over_queries(statistic: np.ndarray | None) -> list[float]:
+    x = f(statistic)
+    return [float(sum(x[r, t] for r in range(len(x)))) for t in range(x.shape[1])]
+
+
 def h2o(head: Head, rule: Rule) -> list[float]:
-    sums = f(head.sums)
-    return [sum(sums[r, t] for r in range(len(sums))) for t in range(len(head.positions))]
+    return over_queries(head.sums)
 
 
 def rswa(head: Head, rule: Rule) -> list[float]:
@@ -78,8 +83,7 @@ def rswa(head: Head, rule: Rule) -> list[float]:
 
 
 def oracle(head: Head, rule: Rule) -> list[float]:
-    future = f(head.future)
-    return [sum(future[r, t] for r in range(len(future))) for t in range(len(head.positions))]
+    return over_queries(head.future)
 
 
 def scissorhands(head: Head, rule: Rule) -> list[float]:
@@ -98,25 +102,21 @@ def near(values: list[float], i: int, reach: int) -> list[float]:
     return [values[j] for j in range(i - reach, i + reach + 1) if 0 <= j < len(values)]
 
 
-def window_mass(head: Head, rows: list[int]) -> list[float]:
-    a = f(head.window)
-    return [sum(a[r, w, t] for w in range(a.shape[1]) for r in range(len(a))) / len(a) for t in rows]
+def window_mass(head: Head, rule: Rule, reach: int, pooled: Callable[[list[float]], float]) -> list[float]:
+    """The window's weight of the rows judged, mean over query heads, pooled over those within `reach`; 0 of others."""
+    a, rows, found = f(head.window), judged(head, rule), [0.0] * len(head.positions)
+    mass = [sum(a[r, w, t] for w in range(a.shape[1]) for r in range(len(a))) / len(a) for t in rows]
+    for i, t in enumerate(rows):
+        found[t] = pooled(near(mass, i, reach))
+    return found
 
 
 def snapkv(head: Head, rule: Rule) -> list[float]:
-    rows = judged(head, rule)
-    mass, found = window_mass(head, rows), [0.0] * len(head.positions)
-    for i, t in enumerate(rows):
-        found[t] = sum(near(mass, i, 2)) / 5
-    return found
+    return window_mass(head, rule, 2, lambda values: sum(values) / 5)
 
 
 def adakv_head(head: Head, rule: Rule) -> list[float]:
-    rows = judged(head, rule)
-    mass, found = window_mass(head, rows), [0.0] * len(head.positions)
-    for i, t in enumerate(rows):
-        found[t] = max(near(mass, i, 3))
-    return found
+    return window_mass(head, rule, 3, max)
 
 
 def units(head: Head) -> list[np.ndarray]:
@@ -144,7 +144,7 @@ def rkv(head: Head, rule: Rule) -> list[float]:
             mean[t] += mass[t] / sum(mass.values()) / num_queries
     importance = [0.0] * total
     for i, t in enumerate(rows):
-        importance[t] = max(mean[rows[j]] for j in range(i - 3, i + 4) if 0 <= j < len(rows))
+        importance[t] = max(near([mean[row] for row in rows], i, 3))
 
     unit, text = units(head), text_order(head)
     cosines = np.zeros((total, total))  # rows and columns in the order of the text
@@ -391,8 +391,7 @@ def kv_compress_window(head: Head) -> list[float]:
 
 
 def kv_compress_full(head: Head) -> list[float]:
-    squares = f(head.squares)
-    return [float(sum(squares[r, t] for r in range(len(squares)))) for t in range(squares.shape[1])]
+    return over_queries(head.squares)
 
 
 def kv_compress(layers: list[list[Head]], budget: int, rule: Rule, score: Any) -> list[list[list[int]]]:

@@ -145,6 +145,14 @@ class Judge:
 FORCED = [[5, 9, 200, 31, 7, 77, 120, 4, 18, 260, 9, 9], [8, 1, 99, 250, 13, 40, 2, 6, 71, 5, 5, 211]]
 
 
+def prefilled(session: Session, decoder: Any, cache: Any, keep: EvictionConfig, prompt: list[int]) -> tuple[Any, Any]:
+    """(sequence, cache) of a prompt, read in chunks, of which the last token is still to be read."""
+    observed = Observed(session.backend, session.spec, keep.policy_spec)
+    prefix = session.prefix(prompt[:-1], 19, observed)
+    found: tuple[Any, Any] = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
+    return found
+
+
 def evicted(
     session: Session, keep: EvictionConfig, config: EpsConfig, **more: Any
 ) -> tuple[list[Any], Any, HeadPools, list]:
@@ -152,9 +160,7 @@ def evicted(
     decoder, cache, pools = evicting(session, keep, config.cache_config, LENGTHS, len(FORCED[0]) + 1)
     sequences = []
     for prompt in prompts():
-        observed = Observed(session.backend, session.spec, keep.policy_spec)
-        prefix = session.prefix(prompt[:-1], 19, observed)
-        sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
+        sequence, cache = prefilled(session, decoder, cache, keep, prompt)
         sequences.append(sequence)
     documents = [Document(prompt, len(f) + 1, f) for prompt, f in zip(prompts(), FORCED, strict=True)]
     outcome, cache = decode(
@@ -263,9 +269,6 @@ def test_rswa_reads_the_mask_and_moves_a_row_a_step(model: Path) -> None:
         assert all(set(held.tolist()) == mask for layer in sequence.positions for held in layer)
     # a ring: each new row is the one that the oldest leaves its place to
     assert [r.rows_moved for r in records] == [0] * 7 + [len(LENGTHS) * heads] * 6
-    assert EvictionConfig("rswa", 128.0).rows(69) == 70 + 128
-    with pytest.raises(ConfigError, match="of which rswa keeps all: give a number of generated"):
-        EvictionConfig("rswa", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -286,9 +289,7 @@ def test_a_long_text_stays_in_the_pages_of_what_is_kept(model: Path) -> None:
     prompt, said = prompts()[0], (prompts()[1] * 5)[:150]
     decoder, cache, pools = evicting(session, keep, CacheConfig(block_size=16), [len(prompt)], 151)
     assert {pool.num_units for pool in pools.pools} == {2 * session.spec.num_kv_heads}
-    observed = Observed(session.backend, session.spec, keep.policy_spec)
-    prefix = session.prefix(prompt[:-1], observed=observed)
-    sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
+    sequence, cache = prefilled(session, decoder, cache, keep, prompt)
     document = Document(prompt, 151, said)
     outcome, _ = decode(session, cache, pools, [document], None, decoder=decoder, written=[sequence], keep_logits=True)
     assert len(outcome.records) == 151 and {len(held) for layer in sequence.positions for held in layer} <= {*range(28)}
@@ -300,8 +301,7 @@ def test_a_long_text_stays_in_the_pages_of_what_is_kept(model: Path) -> None:
 def test_a_long_text_after_one_token_keeps_what_is_never_let_go(model: Path, name: str) -> None:
     session, keep = Session.open(model, "numpy"), EvictionConfig(name, 0.5, 3, **RULE)
     decoder, cache, pools = evicting(session, keep, EpsConfig().cache_config, [1], 30)
-    observed = Observed(session.backend, session.spec, keep.policy_spec)
-    sequence, cache = decoder.adopt(cache, session.prefix([], observed=observed).keys_values, 0, observed)
+    sequence, cache = prefilled(session, decoder, cache, keep, [7])
     document = Document([7], 30, prompts()[0][:29])
     outcome, _ = decode(session, cache, pools, [document], None, decoder=decoder, written=[sequence], keep_logits=True)
     judge = Judge(session, keep)
@@ -315,10 +315,8 @@ def test_a_long_text_after_one_token_keeps_what_is_never_let_go(model: Path, nam
 
 
 def test_what_a_policy_reads_for_its_statistics_is_counted(model: Path) -> None:
-    session, config = (
-        Session.open(model, "numpy"),
-        EpsConfig.of(method="box", budget=0.3, num_sink_tokens=2, num_recent_tokens=4),
-    )
+    session = Session.open(model, "numpy")
+    config = EpsConfig.of(method="box", budget=0.3, num_sink_tokens=2, num_recent_tokens=4)
     plain, _, _, _ = evicted(session, EvictionConfig("streaming", 0.5, **RULE), config)
     weighed, cache, _, _ = evicted(session, EvictionConfig("h2o", 0.5, **RULE), config)
     for a, b in zip(plain, weighed, strict=True):
@@ -336,9 +334,7 @@ def test_a_fork_goes_its_own_way(target, model: Path, keep: EvictionConfig) -> N
     session = opened(target, model)
     prompt, shape = prompts()[0], ([len(prompts()[0])] * 3, 14)
     decoder, cache, pools = evicting(session, keep, EpsConfig().cache_config, *shape)
-    observed = Observed(session.backend, session.spec, keep.policy_spec)
-    prefix = session.prefix(prompt[:-1], observed=observed)
-    first, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
+    first, cache = prefilled(session, decoder, cache, keep, prompt)
     second, cache = decoder.fork(cache, first)
     documents = [Document(prompt, 13, forced) for forced in FORCED]
     both, cache = decode(
@@ -347,7 +343,7 @@ def test_a_fork_goes_its_own_way(target, model: Path, keep: EvictionConfig) -> N
     pools.check()
     for index, forced in enumerate(FORCED):
         alone, others, its_pools = evicting(session, keep, EpsConfig().cache_config, *shape)
-        one, others = alone.adopt(others, prefix.keys_values, len(prompt) - 1, observed_anew(session, keep, prompt))
+        one, others = prefilled(session, alone, others, keep, prompt)
         want, _ = decode(
             session, others, its_pools, [Document(prompt, 13, forced)], None, decoder=alone, written=[one],
             keep_logits=True,
@@ -356,19 +352,11 @@ def test_a_fork_goes_its_own_way(target, model: Path, keep: EvictionConfig) -> N
             np.testing.assert_allclose(a.logits[index], b.logits[0], rtol=0, atol=1e-3)
 
 
-def observed_anew(session: Session, keep: EvictionConfig, prompt: list[int]) -> Observed:
-    observed = Observed(session.backend, session.spec, keep.policy_spec)
-    session.prefix(prompt[:-1], observed=observed)
-    return observed
-
-
 def test_a_policy_of_the_future_is_refused_where_nobody_knows_it(model: Path) -> None:
     session, keep = Session.open(model, "numpy"), EvictionConfig("oracle", 0.5)
     decoder, cache, _ = evicting(session, keep, EpsConfig().cache_config, [10], 1)
-    observed = Observed(session.backend, session.spec, keep.policy_spec)
-    prefix = session.prefix(prompts()[0][:9], observed=observed)
     with pytest.raises(ConfigError, match="which an evaluation alone knows"):
-        decoder.adopt(cache, prefix.keys_values, 9, observed)
+        prefilled(session, decoder, cache, keep, prompts()[0][:10])
     assert not decoder.pools.pools[0].num_live
 
 
@@ -392,12 +380,14 @@ def test_certificates_hold_over_what_is_left(target, model: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy": "nope"}, "eviction policy 'nope' is unknown"),
+        ({"policy": "rswa", "share": 0.5}, "of which rswa keeps all: give a number of generated"),
+        ({"policy": "rswa", "share": 8.0, "every": 0}, "kv-every 0 never evicts, and rswa does so while decoding"),
         ({"policy": "snapkv", "share": 0.0}, "kv-keep 0.0 keeps nothing"),
         ({"policy": "snapkv", "share": 2.5}, "kv-keep 2.5 is neither a share up to 1 nor a whole number"),
         ({"policy": "snapkv", "every": -1}, "kv-every -1 is negative"),
         ({"policy": "snapkv", "num_recent_tokens": 0}, "kv-recent-tokens 0 would let a head go empty"),
         ({"policy": "snapkv", "num_sink_tokens": -1}, "sink-tokens -1 of an eviction must be 0 or more"),
+        ({"policy": "snapkv", "seed": -1}, "seed -1 of an eviction must be 0 or more"),
         ({"policy": "snapkv", "compact": "sort"}, "kv-compact 'sort' is unknown"),
     ],
 )
@@ -452,6 +442,7 @@ def test_moved_rows_are_the_same_codes_and_their_summaries_follow(target, model:
 
 
 def test_rows_of_a_prompt() -> None:
+    assert EvictionConfig("rswa", 128.0).rows(69) == 70 + 128
     assert EvictionConfig("snapkv", 0.25).rows(1001) == 251 and EvictionConfig("snapkv", 64.0).rows(1000) == 64
     # what is never evicted stays, however short the prompt that a long text follows
     assert EvictionConfig("snapkv", 0.25).rows(10) == EvictionConfig("snapkv", 8.0).rows(1000) == 4 + 32
