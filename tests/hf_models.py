@@ -1,5 +1,6 @@
 """Tiny random models of the families that the transformers hook gates, and what its tests do with them."""
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -86,6 +87,13 @@ class Attending:
 
     def __exit__(self, *exc: object) -> None:
         self.model.set_attn_implementation(self.before)
+
+
+def both(model: Any, config: EpsConfig) -> Iterator[Any]:
+    """A stock cache, and then ours, each while the model attends by its name."""
+    for name, made in (("sdpa", stock(model)), ("eps", EpsCache(model, config))):
+        with Attending(model, name), torch.no_grad():
+            yield made
 
 
 def feed(model: Any, cache: Any, ids: Tensor, mask: Tensor, start: int, end: int) -> Tensor:

@@ -12,6 +12,7 @@ from hf_models import (
     WHOLE,
     Attending,
     Reference,
+    both,
     eps_layers,
     feed,
     generate,
@@ -46,11 +47,9 @@ def test_with_everything_visited_every_way_says_what_sdpa_says(
 ) -> None:
     model, (ids, mask) = tiny("qwen3", dtype), prompts(lengths)
     said = []
-    for name in ("sdpa", "eps"):
-        cache = EpsCache(model, WHOLE) if name == "eps" else stock(model)
+    for cache in both(model, WHOLE):
         torch.manual_seed(5)
-        with Attending(model, name):
-            said.append(generate(model, ids, mask, cache, **WAYS[way]))
+        said.append(generate(model, ids, mask, cache, **WAYS[way]))
     assert torch.equal(*said)
     gone(cache)
     assert cache.sparse.stats()["bytes_ratio"] == 1
@@ -122,13 +121,11 @@ def test_turns_go_on_in_one_cache() -> None:
     model, (ids, mask) = tiny("mistral"), prompts([80, 66], seed=9)
     more = torch.randint(1, 256, (2, 11), generator=torch.manual_seed(0))
     said = []
-    for name in ("sdpa", "eps"):
-        cache = EpsCache(model, WHOLE) if name == "eps" else stock(model)
-        with Attending(model, name):
-            first = generate(model, ids, mask, cache)
-            longer = torch.cat([first, more], dim=1)
-            seen = torch.cat([mask, torch.ones(2, longer.shape[1] - mask.shape[1], dtype=torch.long)], dim=1)
-            said.append(generate(model, longer, seen, cache))
+    for cache in both(model, WHOLE):
+        first = generate(model, ids, mask, cache)
+        longer = torch.cat([first, more], dim=1)
+        seen = torch.cat([mask, torch.ones(2, longer.shape[1] - mask.shape[1], dtype=torch.long)], dim=1)
+        said.append(generate(model, longer, seen, cache))
     assert torch.equal(*said)
     gone(cache)
 
@@ -164,19 +161,17 @@ def test_a_copied_cache_shares_pages_and_goes_its_own_way() -> None:
 def test_rows_are_repeated_and_selected() -> None:
     model, (ids, mask) = tiny("llama"), prompts([40, 33], seed=11)
     logits = []
-    for name in ("sdpa", "eps"):
-        cache = EpsCache(model, WHOLE) if name == "eps" else stock(model)
-        with Attending(model, name), torch.no_grad():
-            feed(model, cache, ids, mask, 0, 39)
-            cache.batch_repeat_interleave(2)
-            cache.batch_select_indices(torch.tensor([3, 0, 3]))
-            cache.reorder_cache(torch.tensor([2, 1, 1]))
-            rows = [1, 0, 0]
-            logits.append(feed(model, cache, ids[rows], mask[rows], 39, 40))
-            cache.batch_select_indices(torch.tensor([True, False, True]))
-            wider = torch.nn.functional.pad(mask[[1, 0]], (0, 1), value=1)
-            longer = torch.nn.functional.pad(ids[[1, 0]], (0, 1), value=7)
-            logits.append(feed(model, cache, longer, wider, 40, 41))
+    for cache in both(model, WHOLE):
+        feed(model, cache, ids, mask, 0, 39)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0, 3]))
+        cache.reorder_cache(torch.tensor([2, 1, 1]))
+        rows = [1, 0, 0]
+        logits.append(feed(model, cache, ids[rows], mask[rows], 39, 40))
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+        wider = torch.nn.functional.pad(mask[[1, 0]], (0, 1), value=1)
+        longer = torch.nn.functional.pad(ids[[1, 0]], (0, 1), value=7)
+        logits.append(feed(model, cache, longer, wider, 40, 41))
     assert torch.equal(logits[0], logits[2]) and torch.equal(logits[1], logits[3])
     gone(cache)
 

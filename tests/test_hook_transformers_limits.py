@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import FAMILIES, RQ, Attending, eps_layers, feed, generate, gone, prompts, stock, tiny
+from hf_models import FAMILIES, RQ, Attending, both, eps_layers, feed, generate, gone, prompts, stock, tiny
 from hf_models import tiny_config as config_of
 from tiny_models import save_model
 from transformers import DynamicCache, StaticCache
@@ -83,15 +83,13 @@ def test_a_mask_that_is_no_left_padding_is_the_engines(caplog: pytest.LogCapture
     hole = torch.ones_like(ids)
     hole[:, 20:25] = 0
     found = []
-    for name in ("sdpa", "eps"):
-        cache = EpsCache(model, RQ) if name == "eps" else stock(model)
-        with Attending(model, name), torch.no_grad():
-            feed(model, cache, ids, hole, 0, 50)
-            found.append(feed(model, cache, ids, hole, 50, 51))
-            added = torch.zeros(1, 1, 1, 52)  # a mask to add, made by the caller
-            added[..., 30] = -1.0
-            found.append(model(ids[:, 51:52], attention_mask=added, past_key_values=cache).logits)
-            found.append(feed(model, cache, ids, torch.ones_like(ids), 52, 53))
+    for cache in both(model, RQ):
+        feed(model, cache, ids, hole, 0, 50)
+        found.append(feed(model, cache, ids, hole, 50, 51))
+        added = torch.zeros(1, 1, 1, 52)  # a mask to add, made by the caller
+        added[..., 30] = -1.0
+        found.append(model(ids[:, 51:52], attention_mask=added, past_key_values=cache).logits)
+        found.append(feed(model, cache, ids, torch.ones_like(ids), 52, 53))
     assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[4])
     assert cache.sparse.stats()["fallbacks"] == {"mask": 4}  # the third sees every token: sparse
     assert not torch.equal(found[2], found[5])
@@ -109,8 +107,8 @@ def test_padding_that_is_no_longer_hidden_is_one_line() -> None:
 def test_gradients_may_be_on() -> None:
     model, (ids, mask) = tiny("llama"), prompts([60], seed=15)
     found = []
-    for budget, mode in ((0.3, torch.enable_grad), (0.3, torch.inference_mode), (0.3, torch.no_grad)):
-        cache = EpsCache(model, RQ.replace(budget=budget))
+    for mode in (torch.enable_grad, torch.inference_mode, torch.no_grad):
+        cache = EpsCache(model, RQ.replace(budget=0.3))
         with Attending(model), mode():
             feed(model, cache, ids, mask, 0, 59)
             found.append(feed(model, cache, ids, mask, 59, 60).detach().clone())
@@ -146,9 +144,12 @@ def test_the_context_leaves_everything_as_it_was_after_a_fault_too() -> None:
     model, (ids, _) = tiny("gemma3"), prompts([40])
     before = dict(vars(model)), model.config._attn_implementation, len(model._forward_pre_hooks)
     plain = model.generate(ids, max_new_tokens=4, do_sample=False)
-    for fault in (None, ValueError("the caller's"), KeyboardInterrupt()):
+    for fault, more in (
+        (None, {}), (ValueError("the caller's"), {}), (KeyboardInterrupt(), {}), (KeyError(), {"verify": "tokens"})
+    ):  # fmt: skip
         try:
-            with eps(model, RQ):
+            with eps(model, RQ, **more):
+                assert ("generate" in model.__dict__) == bool(more)
                 assert model.config._attn_implementation == "eps"
                 model.generate(ids, max_new_tokens=2, do_sample=False)
                 if fault is not None:
