@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_real_model import fetched
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.observe import Observed
@@ -40,22 +41,20 @@ MATCHED = {
 }
 
 
-def must(command: list, what: str) -> str:
-    """Return what a command prints; where it fails, fail in CI and skip elsewhere."""
-    environment = {"PYTHON": sys.executable, **os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
+def environment() -> Path:
+    """Return the folder that setup_kvpress.sh prints; where it fails, fail in CI and skip elsewhere."""
+    variables = {"PYTHON": sys.executable, **os.environ, "PYTHONPATH": str(ROOT)}
+    command = [ROOT / "scripts" / "setup_kvpress.sh"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=variables)
     if done.returncode:
-        reason = f"{what} cannot be fetched: {(done.stderr.strip() or 'no word').splitlines()[-1]}"
+        reason = f"kvpress cannot be fetched: {(done.stderr.strip() or 'no word').splitlines()[-1]}"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-    return done.stdout.strip()
+    return Path(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def session() -> Session:
-    home = Path(os.environ.get("EPS_MODEL_CACHE", Path.home() / ".cache" / "eps" / "models"))
-    home.mkdir(parents=True, exist_ok=True)
-    must([sys.executable, ROOT / "scripts" / "get_model.py", "smollm2", home / "smollm2"], "SmolLM2")
-    return Session.open(home / "smollm2", "cuda", "cpu", "float32", "float32")
+    return Session.open(fetched("smollm2"), "cuda", "cpu", "float32", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def kept(session: Session, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     with (folder / "kvpress.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "kept.npz").exists():
-            venv = Path(must([ROOT / "scripts" / "setup_kvpress.sh"], "kvpress").splitlines()[-1])
+            venv = environment()
             np.save(folder / "tokens.npy", session.encode(corpus().decode()[40_000:60_000])[:TOKENS])
             command = [venv / "bin" / "python", ROOT / "tests" / "kvpress" / "kept.py", session.path]
             command += [folder / "tokens.npy", folder / "kept.part.npz"]
