@@ -15,7 +15,7 @@ _MODULES = {"numpy": "eps_core.reference", "mlx": "eps_mlx", "cuda": "eps_cuda"}
 _ENGINES = {
     "mlx-lm": "eps_mlx.integrations.mlx_lm",
     "transformers": "eps_cuda.integrations.transformers",
-    "vllm": "eps_cuda.integrations.vllm",
+    "vllm": "eps_cuda.integrations.vllm.adapter",
     "sglang": "eps_cuda.integrations.sglang",
 }
 SERVED = tuple(_ENGINES)  # by `serve`

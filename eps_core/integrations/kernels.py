@@ -24,7 +24,8 @@ def checked_kernels(
     if found == "arrays" or (device == "cpu" and found != "numba"):  # a GPU's kernels in a test
         return found
     module: Any = backend
-    fault = _fault(module, device, found, spec.num_kv_heads, spec.head_dim, spec.dtype, num_heads, cache_config)
+    shape = CacheSpec(1, spec.num_kv_heads, spec.head_dim, 1, spec.dtype)
+    fault = _fault(module, device, found, shape, num_heads, cache_config)
     if fault is None:
         return found
     if kernels != "auto":
@@ -34,16 +35,8 @@ def checked_kernels(
 
 @cache
 def _fault(
-    backend: Any,
-    device: str,
-    kernels: str,
-    kv_heads: int,
-    head_dim: int,
-    dtype: str,
-    num_heads: int,
-    cache_config: CacheConfig,
+    backend: Any, device: str, kernels: str, spec: CacheSpec, num_heads: int, cache_config: CacheConfig
 ) -> str | None:
-    spec = CacheSpec(1, kv_heads, head_dim, 1, dtype)
     fault = disagreement(backend, device, kernels, spec, num_heads, EpsConfig.reading(cache_config, device))
     if fault is None:
         return None

@@ -8,12 +8,8 @@ place of attention backends, which are the stock ones unless a server was asked 
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 from eps_core.errors import ConfigError, one_line
-from eps_core.integrations.protocol import Engine
-from eps_core.integrations.settings import Settings
 
 logger = logging.getLogger("eps")
 # sparse here; every other attention backend refuses to start where EPS was asked for, rather than to run without it
@@ -46,24 +42,3 @@ def _named() -> bool:
     """Return whether the environment or the command line of this process asks for EPS, as far as is known before vLLM
     reads its own configuration."""
     return os.environ.get("EPS_METHOD", "off") != "off" or any('"eps"' in argument for argument in sys.argv)
-
-
-def open_engine(
-    path: Path, settings: Settings, device: str = "auto", dtype: str = "auto", max_tokens: int = 0,
-    num_sequences: int = 1,
-) -> Engine:  # fmt: skip
-    """See `eps_core.integrations.protocol.EngineModule`."""
-    from eps_cuda.integrations.vllm.asked import refuse_verified
-
-    refuse_verified(settings)
-    from eps_cuda.integrations.vllm import adapter
-
-    register()  # whether or not vLLM finds the entry point
-    return adapter.open_engine(path, settings, device, dtype, max_tokens, num_sequences)
-
-
-def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[str]) -> int:
-    """See `eps_core.integrations.protocol.EngineModule`."""
-    from eps_cuda.integrations.vllm import adapter
-
-    return adapter.serve(path, settings, host, port, more)

