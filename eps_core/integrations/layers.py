@@ -3,7 +3,6 @@
 import atexit
 import logging
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,7 +52,7 @@ class _Step:
     audited: bool
     reads: dict[int, LayerRead] = field(default_factory=dict)
     fallbacks: Counter[str] = field(default_factory=Counter)
-    k_reread: int = 0  # bytes, since the step before
+    k_reread: int = 0  # bytes since the cache's step before this; those of a prefill are the next step's
 
 
 class SparseAttention:
@@ -95,8 +94,6 @@ class SparseAttention:
             atexit.register(self.close)  # not every engine says when it is done
         self._run_line_written = False
         self._begun = 0  # steps
-        # bytes of each cache up to its last step; those of a prefill are the next step's
-        self._k_reread: list[tuple[weakref.ref[Any], int]] = []
         self.reset()
 
     @property
@@ -270,22 +267,10 @@ class SparseAttention:
 
     def _end(self, step: _Step) -> None:
         del self._steps[id(step.cache)]
-        step.k_reread = self._newly_reread(step.cache)
+        step.k_reread = step.cache.newly_reread()
         self._held.append(step)
         if len(self._held) >= STEPS_HELD:
             self._collect()
-
-    def _newly_reread(self, cache: Any) -> int:
-        """Bytes of K that a cache read again since its step before this."""
-        given, others = 0, []
-        for ref, before in self._k_reread:
-            one = ref()
-            if one is cache:
-                given = before
-            elif one is not None:
-                others.append((ref, before))
-        self._k_reread = [*others, (weakref.ref(cache), cache.bytes_k_reread)]
-        return int(cache.bytes_k_reread - given)
 
     def tell(self, error: Exception) -> None:
         """Logs what failed inside EPS, each kind once."""

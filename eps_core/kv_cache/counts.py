@@ -41,6 +41,7 @@ class CountsRereads:
     bound: Any  # the caches of the summaries beside it, or None
     correction: Any
     tokens_reread: int  # of all layers; every kv head's rows are read
+    _bytes_told = 0  # by `newly_reread`
 
     def can_encode(self, layer: int) -> bool:
         """Return whether full groups have summaries: key codes wait for their centroid."""
@@ -56,3 +57,8 @@ class CountsRereads:
         """Bytes read again so far, for the cache's own summaries and for those beside it."""
         caches = [one for one in (self, self.bound, self.correction) if one is not None]
         return sum(one.tokens_reread * one.spec.num_kv_heads * one.spec.k_token_bytes for one in caches)
+
+    def newly_reread(self) -> int:
+        """Return the bytes read again since the last call."""
+        told, self._bytes_told = self._bytes_told, self.bytes_k_reread
+        return self._bytes_told - told
