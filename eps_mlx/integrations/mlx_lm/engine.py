@@ -4,7 +4,6 @@ import _thread
 import gc
 import json
 import logging
-import platform
 import signal
 import sys
 import threading
@@ -16,20 +15,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_config
 
+import eps_mlx
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError, one_line
 from eps_core.integrations.protocol import Step
 from eps_core.integrations.settings import Settings
 from eps_core.integrations.verified import check_engine
 from eps_core.integrations.versions import check_version
-from eps_core.metrics.provenance import package_version
 from eps_core.models.folder import refuse_adapter
 from eps_mlx.device import DTYPES, device_of
 from eps_mlx.integrations.mlx_lm.cache import EpsKVCache
@@ -136,7 +134,7 @@ class MlxLmEngine:
         pool = self.hook.pool
         return {
             "engine": "mlx-lm",
-            "versions": _versions(),
+            "versions": {"mlx-lm": check_version("mlx-lm"), **eps_mlx.versions()},
             "device": self._device,
             "dtype": _dtype(self.hook.model),
             "kernels": None if pool is None else pool.paged.cache.kernels,
@@ -150,12 +148,6 @@ class MlxLmEngine:
 def _stream() -> Any:
     """mlx-lm's own is of the device that was the default when it was imported."""
     return mx.default_stream(mx.default_device())
-
-
-def _versions() -> dict[str, str]:
-    names = {"mlx-lm": package_version("mlx-lm"), "mlx": package_version("mlx")}
-    found = {name: version for name, version in names.items() if version is not None}
-    return {**found, "numpy": np.__version__, "python": platform.python_version()}
 
 
 def _dtype(model: Any) -> str:

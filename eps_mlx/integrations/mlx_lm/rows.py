@@ -1,6 +1,5 @@
 """The one paged pool of a hooked model, and its sequences: shared by all caches, layers and batches of that model."""
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -22,15 +21,13 @@ from eps_mlx.ops import OPS
 FIRST_TOKENS = 1024  # room that a pool begins with
 OPEN_GROUPS = 32  # mlx-lm's batches by default
 
-_numbers = itertools.count()
-
 
 class Row:
     """One sequence of a pool, without tokens at first. Whoever holds the row holds the sequence: it is freed when the
     last cache has released."""
 
     def __init__(self, rows: "Rows", sequence: PagedSequence) -> None:
-        self.sequence, self.number = sequence, next(_numbers)
+        self.sequence = sequence
         self.edits = 0  # how often tokens were appended or taken back
         self._copies: list[tuple[weakref.ref[Row], int, set[int]]] = []
         weakref.finalize(self, rows.paged.dead.append, sequence).atexit = False
@@ -51,7 +48,7 @@ class Rows(EngineRows):
         self.closed = False  # EPS was taken off the model
         self.paged = Paged(sparse.backend, spec, sparse.config.cache_config, device, kernels)
         self._mask: weakref.ref[mx.array] | None = None  # the last one that a cache of this model made
-        self._version = 0  # of tables and lengths
+        self._version = 0  # of tables and lengths; a row that is made is another one, whatever its id
         self._step: tuple[Any, StepPlan] | None = None
         self._loaded: tuple[list[weakref.ref[Row]], set[int]] = [], set()
         self._places: tuple[Any, np.ndarray] | None = None
@@ -145,7 +142,7 @@ class Rows(EngineRows):
         return found
 
     def _key(self, rows: Sequence[Row], *numbers: Sequence[int]) -> tuple[Any, ...]:
-        return self._version, tuple(row.number for row in rows), *map(tuple, numbers)
+        return self._version, tuple(map(id, rows)), *map(tuple, numbers)
 
     def read(self, layer: int, row: Row, length: int) -> tuple[mx.array, mx.array]:
         """K, V [length, Hkv, D] of one layer's first tokens, copies."""
