@@ -51,6 +51,6 @@ def test_the_table_says_both(engine: str, hybrid: Path, tmp_path: Path) -> None:
 
 
 def test_a_layer_reads_its_window_and_nothing_where_it_has_no_attention() -> None:
-    plan = Plan.of(["sliding window", None, "no attention", "soft-capped"], {0: 100, 2: 0})
+    plan = Plan.of(["sliding window", None, "no attention", "soft-capped"], [100, None, 0, None])
     assert [plan.dense_tokens(length) for length in (40, 100, 1000)] == [40 + 40, 100 + 100, 100 + 1000]
     assert Plan.of([None, None]).dense_tokens(1000) == 0

@@ -21,15 +21,17 @@ class Plan:
     most_tokens: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, reasons: Sequence[str | None], most_tokens: Mapping[int, int] | None = None) -> Self:
-        """Return why each layer is not sparse, None where it is. Raises ConfigError where none would be."""
+    def of(cls, reasons: Sequence[str | None], most_tokens: Sequence[int | None] = ()) -> Self:
+        """`reasons`: why each layer is not sparse, None where it is. `most_tokens`: of each layer, None where it holds
+        all. Raises ConfigError where no layer would be sparse."""
         dense = {layer: reason for layer, reason in enumerate(reasons) if reason is not None}
         if len(dense) == len(reasons):
             raise ConfigError(
                 f"EPS has nothing to gate in this model, whose {len(reasons)} layers are {_listed(dense)}: run it "
                 "with --method off"
             )
-        return cls(tuple(layer for layer, reason in enumerate(reasons) if reason is None), dense, most_tokens or {})
+        sparse = tuple(layer for layer, reason in enumerate(reasons) if reason is None)
+        return cls(sparse, dense, {layer: most for layer, most in enumerate(most_tokens) if most is not None})
 
     @property
     def num_layers(self) -> int:

@@ -1,4 +1,4 @@
-"""What the rows of an engine's caches share, whichever engine it is: how they are written, and the rounds over them."""
+"""The base of an engine's rows, whichever engine it is: how they are written, and the rounds over them."""
 
 from typing import Any
 

@@ -248,8 +248,7 @@ def plan_of(model: Any) -> Plan:
     crossed = set(getattr(text, "cross_attention_layers", None) or ())
     layers = DynamicCache(config=text).layers
     reasons = ["cross attention" if place in crossed else _layer_reason(one) for place, one in enumerate(layers)]
-    most = {place: _most_tokens(one) for place, one in enumerate(layers)}
-    return Plan.of(reasons, {place: tokens for place, tokens in most.items() if tokens is not None})
+    return Plan.of(reasons, [_most_tokens(one) for one in layers])
 
 
 def _why_not(whole: Any, text: Any) -> str | None:

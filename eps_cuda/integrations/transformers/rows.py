@@ -148,7 +148,7 @@ class Rows(EngineRows):
         self.sequences[:] = chosen  # in place: the finalizer frees what is in this list
         self.padding = self.padding[list(indices)]
 
-    def copy(self) -> "Rows":
+    def __deepcopy__(self, memo: object) -> "Rows":
         """The same rows once more, over the same pages."""
         other = Rows(self.sparse, self.kernels, self.num_heads)
         if self.paged is not None:
@@ -157,9 +157,6 @@ class Rows(EngineRows):
             other.padding, other.length, other.broken = self.padding.copy(), self.length, self.broken
             other._watch()
         return other
-
-    def __deepcopy__(self, memo: object) -> "Rows":
-        return self.copy()
 
     def _open(self, key: Tensor) -> Paged:
         batch, kv_heads, num_new, head_dim = key.shape

@@ -65,8 +65,7 @@ class Runtime(PagedRuntime):
                 reasons[name] = "another KV cache group"
             elif shapes[name] != shapes[ours]:
                 reasons[name] = "heads of another shape"
-        windows = {place: sliding_tokens(layer.impl) for place, layer in enumerate(layers.values())}
-        plan = Plan.of(list(reasons.values()), {place: most for place, most in windows.items() if most is not None})
+        plan = Plan.of(list(reasons.values()), [sliding_tokens(layer.impl) for layer in layers.values()])
         settings = fitted(self.want, block_tokens)
         device = self.vllm_config.device_config.device_type
         settings = replace(settings, config=settings.config.for_device(device))

@@ -113,7 +113,7 @@ def look_at(model: Any, stock: Sequence[Any]) -> tuple[Plan, CacheSpec, int]:
             if shape != found:
                 reason = "heads of another shape"
         reasons.append(reason)
-    plan = Plan.of(reasons, {layer: most for layer, one in enumerate(stock) if (most := _most_tokens(one)) is not None})
+    plan = Plan.of(reasons, [_most_tokens(one) for one in stock])
     assert shape is not None
     (kv_heads, head_dim), dtype, num_heads = shape
     name = next(name for name, one in DTYPES.items() if one == dtype)
