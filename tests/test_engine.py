@@ -20,7 +20,7 @@ from eps_core.errors import ConfigError
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.paged import Paged
 from eps_core.integrations.plan import Plan
-from eps_core.integrations.settings import Settings, from_environment, to_environment
+from eps_core.integrations.settings import Settings, from_environment
 from eps_core.integrations.verified import Rounds
 from eps_core.kv_cache.pool import PagePool
 from eps_core.load import load_backend
@@ -109,6 +109,7 @@ def test_what_a_dead_holder_leaves_is_freed_when_the_pool_is_next_asked() -> Non
         load_backend("numpy"), CacheSpec(1, 1, 4, 4), EpsConfig.of("rq", correction_tokens=0).cache_config, "cpu"
     )
     first, second = one.open(), one.open()
+    assert not one.pool.shares  # but by forks
     one.append([first, second], [20, 20])
     one.num_holders = 2
     assert not one.give_up([first]) and one.pool.num_live == 2  # the other may be at work
@@ -321,11 +322,9 @@ def test_head_modes_are_those_of_the_gated_layers() -> None:
 
 def test_settings_survive_the_environment() -> None:
     asked = {"method": "rq", "budget": 0.03, "metrics": "out.jsonl", "audit_every": 4, "policy": "topk"}
-    settings = Settings.of(asked)
-    assert Settings.of(from_environment(to_environment(settings))) == settings
-    assert from_environment({"EPS_METHOD": "rq", "EPS_STRICT": "true", "EPS_BUDGET": "0.1", "OTHER": "1"}) == {
-        "method": "rq", "strict": True, "budget": 0.1,
-    }  # fmt: skip
+    assert Settings.of(Settings.of(asked).flat()) == Settings.of(asked)
+    environ = {f"EPS_{name.upper()}": str(value) for name, value in asked.items()}
+    assert from_environment({**environ, "EPS_STRICT": "true", "OTHER": "1"}) == {**asked, "strict": True}
 
 
 def test_a_misspelt_variable_is_refused_and_a_strangers_is_not() -> None:

@@ -91,7 +91,7 @@ class Shadow:
             slots = fresh.append([alone], [length])
             for layer in range(LAYERS):
                 fresh.write(layer, *(torch.from_numpy(np.ascontiguousarray(x[layer])) for x in held), slots)
-                for read, raw in zip(self.paged.read(layer, sequence), held, strict=True):
+                for read, raw in zip(self.paged.read(layer, sequence, length), held, strict=True):
                     np.testing.assert_array_equal(read.numpy(), raw[layer])
                 for name in cache.summaries[layer]:
                     ours, theirs = (

@@ -16,11 +16,12 @@ from command import free_port, served
 from tiny_models import save_model
 
 from eps_core.errors import ConfigError
-from eps_core.integrations.settings import Settings, to_environment
+from eps_core.integrations.settings import Settings
 from eps_cuda.integrations.transformers import serve
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = Settings.of({"method": "box", "group_size": 2, "budget": 0.2, "num_sink_tokens": 2, "num_recent_tokens": 4})
+FLAT = {"method": "box", "group_size": 2, "budget": 0.2, "num_sink_tokens": 2, "num_recent_tokens": 4}
+SETTINGS = Settings.of(FLAT)
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CODE = """
 import sys
@@ -40,7 +41,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int,
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TEMPLATE})
     )
     port = free_port()
-    own = {**to_environment(SETTINGS), "EPS_METRICS": str(metrics), "PYTHONPATH": str(ROOT)}
+    own = {f"EPS_{name.upper()}": str(value) for name, value in FLAT.items()}
+    own |= {"EPS_METRICS": str(metrics), "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-c", CODE, str(path), str(port)]
     with served(line, port, folder / "log", **own, HF_HUB_CACHE=str(folder / "absent")) as process:
         yield str(path), port, metrics, process

@@ -66,10 +66,8 @@ class Paged:
         """k, v [N, Hkv, D] of one layer to slots [N]."""
         self.cache = self.backend.write_kv(self.cache, layer, k, v, slots)
 
-    def read(self, layer: int, sequence: PagedSequence, length: int | None = None) -> tuple[Array, Array]:
-        """K, V [length, Hkv, D] of a sequence's first tokens, those in reserved slots counted; a copy. None: of all
-        that are there for good."""
-        length = sequence.length if length is None else length
+    def read(self, layer: int, sequence: PagedSequence, length: int) -> tuple[Array, Array]:
+        """K, V [length, Hkv, D] of a sequence's first tokens, those in reserved slots counted; a copy."""
         (table,) = self.pool.table([sequence])
         k, v = self.backend.read_kv(self.cache, layer, table, length)
         return k, v

@@ -87,12 +87,12 @@ class Rounds:
 
     def __init__(
         self, verify: SpeculativeConfig, weight_bytes: int, stats: Callable[[], dict[str, Any]],
-        write: Callable[[RoundRecord, Any], None], clock: Callable[[], float] = time.perf_counter,
+        write: Callable[[RoundRecord, Any], None],
     ) -> None:  # fmt: skip
         """`weight_bytes`: that one pass reads, see `decode.forward.Arithmetic`. `stats`: the gate's counters, which in
         verified decoding speak of drafts alone. `write` takes each record and its cache."""
         self.verify, self.weight_bytes = verify, weight_bytes
-        self._stats, self._write, self._clock = stats, write, clock
+        self._stats, self._write = stats, write
         self.pace = Pace(verify)
         self._warned = False
         self.reset()
@@ -110,7 +110,7 @@ class Rounds:
     def begin(self, config: EpsConfig, length: int, room: int, reason: str | None = None) -> int:
         """Drafts of the round that begins now: a sequence holds `length` tokens and may say `room` more. `reason`: why
         there can be none."""
-        self._started, self._why = self._clock(), reason
+        self._started, self._why = time.perf_counter(), reason
         self.pace.saw_load(1, length)
         self._gamma = self.pace.next()
         self._drafted_at: float | None = None
@@ -125,14 +125,14 @@ class Rounds:
         """Record that the round's drafts are made; waits for the device."""
         now = self._gate()
         self._draft_bytes = tuple(after - before for after, before in zip(now, self._seen, strict=True))
-        self._seen, self._drafted_at = now, self._clock()
+        self._seen, self._drafted_at = now, time.perf_counter()
 
     def end(
         self, cache: Any, length: int, drafted: int, tokens: Sequence[int], accepted: int, margins: Sequence[float] = ()
     ) -> None:
         """The round of a sequence of `length` tokens is over: it said `tokens`, `accepted` drafts among them. `margins`
         of the tokens: nats to the runner-up, where tokens are the likeliest."""
-        now, spec = self._clock(), cache.spec
+        now, spec = time.perf_counter(), cache.spec
         verify_from = self._started if self._drafted_at is None else self._drafted_at
         draft_ms, verify_ms = 1000 * (verify_from - self._started), 1000 * (now - verify_from)
         kv, summary, reread = self._draft_bytes if self._drafted_at is not None else (0, 0, 0)
