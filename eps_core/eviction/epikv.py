@@ -32,15 +32,11 @@ def layer_weights(num_layers: int) -> np.ndarray:
     return adds.astype(np.float64) - takes
 
 
-def before_rope(head: Head) -> np.ndarray:
-    """Keys [T, D/2] complex128 as pairs (front half + i back half), their rotation undone."""
-    return pairs(head) * np.exp(-1j * np.outer(head.positions, given(head.frequencies)))
-
-
 def jumps(heads: list[Head], order: np.ndarray) -> np.ndarray:
     """[T], rows in `order` of position: the distance of a layer's keys from those of the row before, over the square
     root of the positions between them, with which a random walk grows; 0 for the first row."""
-    keys = np.concatenate([before_rope(head)[order] for head in heads], axis=1)
+    turns = [np.exp(-1j * np.outer(head.positions, given(head.frequencies))) for head in heads]
+    keys = np.concatenate([(pairs(head) * turn)[order] for head, turn in zip(heads, turns, strict=True)], axis=1)
     lag = np.diff(heads[0].positions[order])
     return np.concatenate([[0.0], np.linalg.norm(np.diff(keys, axis=0), axis=1) / np.sqrt(lag)])[: len(order)]
 

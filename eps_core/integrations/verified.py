@@ -48,7 +48,6 @@ class Round:
         self.paged, self.sequence, self.config = paged, sequence, config
         self.length = sequence.length  # tokens that are there for good
         self.verifying = False
-        self.num_rows = 0  # of the verify pass
         self._slots = paged.reserve(sequence, num_drafts + 1)
         self._kv: dict[int, tuple[Array, Array]] = {}  # of the verify pass, by layer
         self._where: StepPlan | None = None
@@ -62,7 +61,7 @@ class Round:
     def placed(self, layer: int, k: Array, v: Array) -> None:
         """K, V [N, Hkv, D] of one layer are in their slots: those of the verify pass are kept for `commit`."""
         if self.verifying:
-            self._kv[layer], self.num_rows = (k, v), len(k)
+            self._kv[layer] = k, v
 
     def plan(self, length: int) -> StepPlan:
         """A draft step of `length` tokens, the new one counted: one object for all layers."""
@@ -123,7 +122,8 @@ class Rounds:
 
     def drafted(self) -> None:
         """Record that the round's drafts are made; waits for the device."""
-        now = self._gate()
+        stats = self._stats()
+        now = stats["bytes_kv_read"], stats["bytes_summary_read"], stats["bytes_k_reread"]
         self._draft_bytes = tuple(after - before for after, before in zip(now, self._seen, strict=True))
         self._seen, self._drafted_at = now, time.perf_counter()
 
@@ -185,7 +185,3 @@ class Rounds:
             "bytes_ratio": read / dense if dense else None,
             "fallbacks": dict(self._fallbacks),
         }
-
-    def _gate(self) -> tuple[int, int, int]:
-        stats = self._stats()
-        return stats["bytes_kv_read"], stats["bytes_summary_read"], stats["bytes_k_reread"]

@@ -148,7 +148,9 @@ class _Text:
         drafts = rounds.begin(sparse.config, length, self.config.max_length - before, reason)
         opened = rows.open_round(rows.sequences[0], drafts)
         ids, kwargs = self.ids, self.kwargs
-        numbers = _RandomNumbers(ids.device) if self.config.do_sample else None
+        # the numbers that are drawn from here on are drawn again
+        numbers: Any = torch if ids.device.type == "cpu" else torch.get_device_module(ids.device)
+        state = numbers.get_rng_state() if self.config.do_sample else None
         for _ in range(drafts):
             outputs = self._forward(ids, kwargs, 1)
             scores = self.processor(ids, self._row(outputs.logits[:, -1]))
@@ -158,15 +160,15 @@ class _Text:
         if drafts:
             cache.crop(-drafts)
             rounds.drafted()
-        if numbers is not None:
-            numbers.restore()
+        if state is not None:
+            numbers.set_rng_state(state)
         opened.verifying = True
         outputs = self._forward(ids, kwargs, drafts + 1)
         drafted, said, margins, accepted = ids[0, before:].tolist(), list[int](), list[Tensor](), 0
         for row in range(drafts + 1):
             scores = self._say(outputs.logits[:, row - drafts - 1])
             said.append(int(self.ids[0, -1]))
-            if numbers is None:
+            if state is None:
                 margins.append(scores[0].topk(2).values)
             kept = row < drafts and said[-1] == drafted[row]
             accepted += kept
@@ -219,14 +221,3 @@ class _Text:
     def _stream(self, before: int) -> None:
         if self.streamer is not None:
             self.streamer.put(self.ids[:, before:].cpu())
-
-
-class _RandomNumbers:
-    """Those that are drawn from here on a device, to be drawn again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._of: Any = torch if device.type == "cpu" else torch.get_device_module(device)
-        self._state = self._of.get_rng_state()
-
-    def restore(self) -> None:
-        self._of.set_rng_state(self._state)
