@@ -310,7 +310,7 @@ def logdet_head(head: Head, budget: int, rule: Rule, block: int = 64) -> list[in
     return stays
 
 
-def pyramid_budgets(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[int]]:
+def pyramidkv(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[list[int]]]:
     num_layers = len(layers)
     rows_of = [len(head.positions) for heads in layers for head in heads]
     rows = max(rows_of)
@@ -325,7 +325,7 @@ def pyramid_budgets(layers: list[list[Head]], budget: int, rule: Rule) -> list[l
     given = [min(falling[a], len(head.positions)) for a, heads in enumerate(layers) for head in heads]
     least = [min(len(pins(head, rule)), budget) for heads in layers for head in heads]
     left = iter(brought_to(given, least, rows_of, min(len(rows_of) * budget, sum(rows_of))))
-    return [[next(left) for _ in heads] for heads in layers]
+    return [[sorted(order(head, snapkv(head, rule), rule)[: next(left)]) for head in heads] for heads in layers]
 
 
 def brought_to(given: list[int], least: list[int], most: list[int], total: int) -> list[int]:
@@ -337,14 +337,6 @@ def brought_to(given: list[int], least: list[int], most: list[int], total: int) 
             if room and sum(given) != total:
                 given[i] += 1 if more else -1
     return given
-
-
-def pyramidkv(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[list[int]]]:
-    given = pyramid_budgets(layers, budget, rule)
-    return [
-        [sorted(order(head, snapkv(head, rule), rule)[: given[a][b]]) for b, head in enumerate(heads)]
-        for a, heads in enumerate(layers)
-    ]
 
 
 def adakv_layer(heads: list[Head], budget: int, rule: Rule, share: float = 0.2) -> list[list[int]]:

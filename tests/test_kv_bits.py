@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_models
 from command import outcome
+from test_kv_formats import hard_rows, on_edges
 
 from eps_core import LLM, reference
 from eps_core.config.bytes import kv_bytes
@@ -24,21 +25,6 @@ HALF_STEP = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of a c
 CONFIG = EpsConfig.of(method="box", group_size=4, num_sink_tokens=4, num_recent_tokens=8, budget=0.3)
 
 
-def hard_rows(head_dim: int, limit: float) -> np.ndarray:
-    """[N, D] float32 of every size up to about `limit`: random, zero, denormal, one outlier, ties of codes."""
-    rng = np.random.default_rng(head_dim)
-    sizes = 10.0 ** rng.uniform(-44, np.log10(limit), (400, 1))
-    random = rng.standard_normal((400, head_dim)) / 6 * sizes
-    ties = rng.integers(-254, 255, (40, head_dim)) / 2 * 2.0 ** rng.integers(-20, 8, (40, 1))
-    ties[:, 0] = 127 * 2.0 ** rng.integers(-20, 8, 40)
-    outlier = rng.standard_normal((3, head_dim))
-    outlier[np.arange(3), np.arange(3)] = (1e3, -1e4, limit)
-    zero, denormal = np.zeros((1, head_dim)), np.full((1, head_dim), 1e-45)
-    least = np.full((3, head_dim), 2.0**-126) * np.array([[1.0], [0.9999], [1.0001]])
-    edge = np.full((2, head_dim), limit) * np.array([[1.0], [-1.0]])
-    return np.concatenate([random, ties, outlier, zero, denormal, least, edge]).astype(np.float32)
-
-
 def spec_of(bits: KvFormats, dtype: str = "float32", units: int = 16, head_dim: int = 16) -> CacheSpec:
     return CacheSpec(1, 2, head_dim, units, dtype, k_bits=bits[0], v_bits=bits[1])
 
@@ -50,9 +36,10 @@ def spec_of(bits: KvFormats, dtype: str = "float32", units: int = 16, head_dim: 
 def test_codes_scales_and_values_are_the_same_on_every_backend(target: tuple, bits: FormatName) -> None:
     backend, device = target
     for dtype in HALF_STEP:
-        rows = np.repeat(hard_rows(32, 6e4)[:, None], 2, axis=1)
+        rows = np.concatenate([hard_rows(128, 6e4), np.tile(on_edges(), 4).clip(-6e4, 6e4)])
+        rows = np.repeat(rows[:, None], 2, axis=1)
         rows[:, 1] *= -0.5
-        spec, config = spec_of((bits, bits), dtype, -(-len(rows) // 16), 32), EpsConfig.of()
+        spec, config = spec_of((bits, bits), dtype, -(-len(rows) // 16), 128), EpsConfig.of()
         caches = []
         for eps, place in ((backend, device), (reference, "cpu")):
             k = eps.from_numpy(rows, "float32", place)
