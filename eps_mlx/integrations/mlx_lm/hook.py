@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
@@ -53,7 +54,8 @@ class Hook:
         self._before = model.__dict__.get("make_cache")
         self.stock_caches = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
         names.rebind(CLASSES)
-        try:
+        with ExitStack() as undo:  # where something cannot be
+            undo.callback(names.restore)
             plan, spec, num_heads = look_at(model, self.stock_caches())
             if config is not None:
                 check_read(model, config, name or "", self.stock_caches())
@@ -67,16 +69,11 @@ class Hook:
                 model=name or type(model).__module__, device=device, verify=settings.verify,
                 weight_bytes=_weight_bytes(model) if settings.verify.enabled else 0, **kept,
             )  # fmt: skip
-            try:
-                self.sparse.fits(spec.num_kv_heads)
-                spec = replace(spec, num_units=units, max_open_groups=OPEN_GROUPS)
-                pool = self.pool = Rows(self.sparse, spec, device, kernels)
-            except BaseException:
-                self.sparse.close()  # the metrics file is free again
-                raise
-        except BaseException:
-            names.restore()
-            raise
+            undo.callback(self.sparse.close)  # the metrics file is free again
+            self.sparse.fits(spec.num_kv_heads)
+            spec = replace(spec, num_units=units, max_open_groups=OPEN_GROUPS)
+            pool = self.pool = Rows(self.sparse, spec, device, kernels)
+            undo.pop_all()
         # a model that is dropped without `close` takes EPS with it; metrics are written at the latest at the end
         self._leave = weakref.finalize(model, _leave, pool)
         self._leave.atexit = settings.metrics is not None
