@@ -9,17 +9,9 @@ from eps_core.eviction.base import Head
 
 D = 8
 FREQUENCIES = 100.0 ** -(np.arange(0, D, 2) / D)
-GATHERED = {
-    "window": lambda policy_spec: policy_spec.window > 0,
-    "sums": lambda policy_spec: policy_spec.sums,
-    "squares": lambda policy_spec: policy_spec.squares,
-    "keys": lambda policy_spec: policy_spec.keys,
-    "queries": lambda policy_spec: policy_spec.queries,
-    "query_mean": lambda policy_spec: policy_spec.query_moments,
-    "query_abs": lambda policy_spec: policy_spec.query_moments,
-    "frequencies": lambda policy_spec: policy_spec.keys,
-    "future": lambda policy_spec: policy_spec.future,
-}
+# statistic -> the fact of a policy that asks for it
+GATHERED = {name: name for name in ("window", "sums", "squares", "keys", "queries", "future")}
+GATHERED |= {"query_mean": "query_moments", "query_abs": "query_moments", "frequencies": "keys"}
 
 
 def paired(x: np.ndarray) -> np.ndarray:
@@ -67,7 +59,7 @@ def asked(layers: list[list[Head]], policy: ModuleType) -> list[list[Head]]:
     policy_spec = policy.SPEC
 
     def less(one: Head) -> Head:
-        gone = {name: None for name, asks in GATHERED.items() if not asks(policy_spec)}
+        gone = {name: None for name, fact in GATHERED.items() if not getattr(policy_spec, fact)}
         kept = replace(one, **gone)
         if policy_spec.window:
             short = {name: getattr(kept, name) for name in ("window", "queries")}
