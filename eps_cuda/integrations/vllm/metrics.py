@@ -31,17 +31,16 @@ COUNTERS = {  # counter of `eps_stats` -> what it counts
 }
 
 
-def text(stats: dict[str, Any], labels: str = "") -> str:
-    """The exposition format; `labels` such as `worker="0"`."""
+def text(stats: dict[str, Any]) -> str:
+    """The exposition format."""
     lines = []
     for name, meaning in COUNTERS.items():
         lines += [f"# HELP eps_{name}_total {meaning}", f"# TYPE eps_{name}_total counter"]
-        lines.append(f"eps_{name}_total{{{labels}}} {stats.get(name, 0)}")
+        lines.append(f"eps_{name}_total{{}} {stats.get(name, 0)}")
     lines += ["# HELP eps_fallbacks_total layer rows attended densely, by reason", "# TYPE eps_fallbacks_total counter"]
     for reason, number in sorted(stats.get("fallbacks", {}).items()):
-        found = ",".join(filter(None, [f'reason="{reason}"', labels]))
-        lines.append(f"eps_fallbacks_total{{{found}}} {number}")
-    lines += ["# HELP eps_on whether EPS gates", "# TYPE eps_on gauge", f"eps_on{{{labels}}} {int(stats['on'])}"]
+        lines.append(f'eps_fallbacks_total{{reason="{reason}"}} {number}')
+    lines += ["# HELP eps_on whether EPS gates", "# TYPE eps_on gauge", f"eps_on{{}} {int(stats['on'])}"]
     return "\n".join(lines) + "\n"
 
 
