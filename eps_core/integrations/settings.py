@@ -99,3 +99,9 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
         except ValueError:  # a word
             found[name] = text
     return current_settings(found)
+
+
+def to_environment(settings: Settings) -> dict[str, str]:
+    """Return the variables that `from_environment` reads, for a child process."""
+    flat = settings.flat().items()
+    return {PREFIX + name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in flat}
