@@ -1,6 +1,7 @@
 """The one place where a backend's name becomes a module: everything else is imported by name."""
 
 import importlib
+from contextlib import suppress
 from typing import Any
 
 from eps_core.attention.protocol import Backend
@@ -21,7 +22,6 @@ _ENGINES = {
 SERVED = tuple(_ENGINES)  # by `serve`
 ENGINES = SERVED[:3]  # those that `run` compares in
 OWN = "own"  # beside the engines: the decoders of this project
-_INSTALL = {"numpy": install(), "mlx": install("mlx"), "cuda": install("cuda")}
 
 
 def load_backend(name: str) -> Backend:
@@ -35,10 +35,8 @@ def load_backend(name: str) -> Backend:
         return _automatic()
     if name not in _MODULES:
         raise ConfigError(f"backend {name!r} is unknown: choose one of auto, {', '.join(BACKENDS)}")
-    try:
-        return importlib.import_module(_MODULES[name])  # type: ignore[return-value]
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a broken library fails in many ways
-        raise ConfigError(f"backend {name} cannot be loaded ({error}): {_INSTALL[name]}") from error
+    backend: Backend = _imported(_MODULES[name], f"backend {name}", install("" if name == "numpy" else name))
+    return backend
 
 
 def load_engine(name: str) -> Any:
@@ -46,10 +44,14 @@ def load_engine(name: str) -> Any:
     import."""
     if name not in _ENGINES:
         raise ConfigError(f"engine {name!r} is unknown: choose one of {', '.join(SERVED)}")
+    return _imported(_ENGINES[name], f"engine {name}", install(name))
+
+
+def _imported(module: str, what: str, fix: str) -> Any:
     try:
-        return importlib.import_module(_ENGINES[name])
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        raise ConfigError(f"engine {name} cannot be loaded ({error}): {install(name)}") from error
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a broken library fails in many ways
+        raise ConfigError(f"{what} cannot be loaded ({error}): {fix}") from error
 
 
 def backend_of(engine: str) -> Backend:
@@ -85,10 +87,8 @@ def backend_name(backend: Backend) -> str:
 def _automatic() -> Backend:
     usable = []
     for name in ("mlx", "cuda", "numpy"):
-        try:
+        with suppress(ConfigError):
             usable.append(load_backend(name))
-        except ConfigError:
-            continue
     # a GPU first; among CPUs torch was the fastest (docs/decisions.md)
     for backend in usable:
         if any(device != "cpu" for device in backend.devices()):

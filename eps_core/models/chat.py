@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from eps_core.errors import ConfigError, one_line, shown
 from eps_core.io import inputs
-from eps_core.models.fields import read_json
+from eps_core.models.fields import read_if_there
 from eps_core.models.tokenizer_class import special_tokens
 
 
@@ -29,9 +29,7 @@ def render_messages(path: Path, messages: list[dict[str, str]]) -> str:
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    file = path / "tokenizer_config.json"
-    config = read_json(file) if os.path.lexists(file) else {}
-    template = _template(path, config)
+    template = _template(path)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_blocks()]
     )
@@ -60,21 +58,19 @@ def in_chat(path: Path, encode: Callable[..., list[int]]) -> Callable[[str, str]
 
 def has_template(path: Path) -> bool:
     """Return whether the model in `path` brings a chat template."""
-    config = path / "tokenizer_config.json"
     return any(os.path.lexists(path / name) for name in ("chat_template.jinja", "chat_template.json")) or (
-        os.path.lexists(config) and read_json(config).get("chat_template") is not None
+        read_if_there(path / "tokenizer_config.json").get("chat_template") is not None
     )
 
 
-def _template(path: Path, config: dict[str, Any]) -> str:
+def _template(path: Path) -> str:
     """The template's text: a file of its own comes before tokenizer_config.json, as in transformers."""
     file = path / "chat_template.jinja"
     if os.path.lexists(file):
         return inputs.read_text(file, "", "check its permissions, or download it again")
-    found = config.get("chat_template")
-    legacy = path / "chat_template.json"
-    if found is None and os.path.lexists(legacy):
-        found = read_json(legacy).get("chat_template")
+    found = read_if_there(path / "tokenizer_config.json").get("chat_template")
+    if found is None:
+        found = read_if_there(path / "chat_template.json").get("chat_template")
     if found is None:
         raise ConfigError(f"the model in {path} has no chat template: leave out --chat, it reads plain text")
     if isinstance(found, list) and all(isinstance(one, dict) for one in found):

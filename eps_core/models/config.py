@@ -3,13 +3,12 @@
 `read_spec` names whatever is not supported instead of computing something else.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from eps_core.config.cache import DTYPE_BYTES
 from eps_core.errors import ConfigError
-from eps_core.models.fields import Fields
+from eps_core.models.fields import Fields, read_if_there
 from eps_core.models.folder import quantisation, quantisation_fix
 from eps_core.models.registry import FAMILIES, engine_note
 from eps_core.models.rope import MOST_POSITIONS, check_rope
@@ -97,15 +96,12 @@ def read_heads(path: str | Path) -> tuple[int, int, int]:
 def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
     ids = fields.token_ids("eos_token_id")
     file = path / "generation_config.json"
-    if os.path.lexists(file):
-        ids += Fields.of(file).token_ids("eos_token_id")
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(ids + Fields(read_if_there(file), file).token_ids("eos_token_id")))
 
 
 def _stored_dtype(fields: Fields) -> str:
     key = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
-    value = fields.values.get(key)
-    value = "float32" if value is None else value
+    value = "float32" if fields.values.get(key) is None else fields.values[key]
     if not isinstance(value, str) or value not in DTYPE_BYTES:
         raise fields.unsupported(key, ", ".join(DTYPE_BYTES))
     return value

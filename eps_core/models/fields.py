@@ -17,6 +17,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return inputs.read_object(file, "", "give a complete Hugging Face model")
 
 
+def read_if_there(file: Path) -> dict[str, Any]:
+    return read_json(file) if os.path.lexists(file) else {}
+
+
 @dataclass(frozen=True)
 class Fields:
     """A JSON object whose fields are checked as they are read, and the file that errors name. null is as absent."""

@@ -181,7 +181,7 @@ def check_weights_there(path: Path, engine: str = OWN) -> None:
         return
     index = path / INDEX_FILE
     if os.path.lexists(index):
-        for shard in sorted(set(weight_map(index).values())):
+        for shard in weight_files(path):
             if not os.path.exists(path / shard):
                 raise ConfigError(f"shard {shown(shard)} that {index} names is missing: download it again")
         return

@@ -114,19 +114,16 @@ def _yarn_numbers(within: Fields, original: float, max_positions: int) -> dict[s
     # null, unlike a missing key, means the ratio of the contexts
     ratio = max_positions / original if "factor" in within.values else None
     factor = within.number("factor", ratio)
-    attention_factor = None
-    if within.values.get("attention_factor") is not None:
-        attention_factor = within.number("attention_factor")
 
     def stretched(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     mscale, mscale_all_dim = within.number_or_none("mscale"), within.number_or_none("mscale_all_dim")
-    if attention_factor is None and mscale and mscale_all_dim:
-        attention_factor = stretched(mscale) / stretched(mscale_all_dim)
+    usual = stretched(mscale) / stretched(mscale_all_dim) if mscale and mscale_all_dim else stretched(1.0)
+    given = within.values.get("attention_factor") is not None
     return {
         "factor": factor,
-        "attention_factor": stretched(1.0) if attention_factor is None else attention_factor,
+        "attention_factor": within.number("attention_factor") if given else usual,
         "beta_fast": within.number_or_none("beta_fast") or 32.0,
         "beta_slow": within.number_or_none("beta_slow") or 1.0,
         "truncate": within.boolean("truncate") if "truncate" in within.values else True,
@@ -136,18 +133,14 @@ def _yarn_numbers(within: Fields, original: float, max_positions: int) -> dict[s
 def check_rope(spec: ModelSpec, fields: Fields) -> None:
     """Raises ConfigError where numbers that are fine one by one make no finite rotation."""
     for rope in spec.ropes:
-        _check_finite(rope, fields)
-
-
-def _check_finite(spec: ModelSpec | Rope, fields: Fields) -> None:
-    if len((spec.rope_scaling or {}).get("factors", ())) not in (0, spec.head_dim // 2):
-        raise ConfigError(
-            f"short_factor and long_factor of {fields.file} need a number for each of {spec.head_dim // 2} pairs"
-        )
-    numbers = np.append(inverse_frequencies(spec), attention_factor(spec))
-    if not (np.isfinite(numbers) & (numbers >= 0)).all() or not attention_factor(spec):
-        values = shown({"rope_theta": spec.rope_theta} | (spec.rope_scaling or {}))
-        raise ConfigError(f"the rotary embeddings of {fields.file} overflow ({values}): fix its rope_parameters")
+        if len((rope.rope_scaling or {}).get("factors", ())) not in (0, rope.head_dim // 2):
+            raise ConfigError(
+                f"short_factor and long_factor of {fields.file} need a number for each of {rope.head_dim // 2} pairs"
+            )
+        numbers = np.append(inverse_frequencies(rope), attention_factor(rope))
+        if not (np.isfinite(numbers) & (numbers >= 0)).all() or not attention_factor(rope):
+            values = shown({"rope_theta": rope.rope_theta} | (rope.rope_scaling or {}))
+            raise ConfigError(f"the rotary embeddings of {fields.file} overflow ({values}): fix its rope_parameters")
 
 
 @np.errstate(all="ignore")  # what overflows is refused by `check_rope`

@@ -2,7 +2,6 @@
 what the tokenizer class does that the folder names. Some classes build normaliser, pre-tokenizer and decoder again and
 take only the vocabulary from tokenizer.json: Qwen2's composes accents (NFC), whatever the file says."""
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from eps_core.models.fields import read_json
+from eps_core.models.fields import read_if_there
 
 TOKENIZER_FILE, CONFIG_FILE, SPECIAL_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
@@ -37,7 +36,7 @@ OTHER_CLASSES = tuple(
 def special_tokens(path: Path) -> dict[str, str]:
     """Return the named special tokens of the tokenizer in a folder, as transformers has them: of its class, of
     tokenizer_config.json and, where that lists no added tokens, of special_tokens_map.json, the last one winning."""
-    special = _special(path, _read(path / CONFIG_FILE))
+    special = _special(path, read_if_there(path / CONFIG_FILE))
     return {name: token for name, value in special.items() if (token := _content(value)) is not None}
 
 
@@ -47,7 +46,7 @@ def as_in_transformers(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     stderr."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _read(path / CONFIG_FILE)
+    config = read_if_there(path / CONFIG_FILE)
     kind = _class_of(path, config)
     if kind in REPRODUCED and isinstance(tokenizer.model, models.BPE):
         REPRODUCED[kind][0](tokenizer, config)
@@ -120,7 +119,7 @@ REPRODUCED: dict[str, tuple[Callable[[Tokenizer, dict[str, Any]], None], dict[st
 
 def _class_of(path: Path, config: dict[str, Any]) -> str:
     """The class that transformers 5 takes for a folder, without Fast at its end."""
-    model = _read(path / "config.json")
+    model = read_if_there(path / "config.json")
     family, named = model.get("model_type"), config.get("tokenizer_class") or model.get("tokenizer_class")
     if family in _FAMILIES_AS_STORED:
         return AS_STORED[0]
@@ -139,7 +138,7 @@ def _is_of_bytes(path: Path) -> bool:
 def _special(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     kind = _class_of(path, config)
     found: dict[str, Any] = dict(REPRODUCED[kind][1]) if kind in REPRODUCED else {}
-    files = [config] if "added_tokens_decoder" in config else [config, _read(path / SPECIAL_FILE)]
+    files = [config] if "added_tokens_decoder" in config else [config, read_if_there(path / SPECIAL_FILE)]
     for values in files:
         found |= {name: value for name, value in values.items() if name.endswith("_token")}
     return {name: value for name, value in found.items() if _content(value) is not None}
@@ -167,7 +166,3 @@ def _content(token: Any) -> str | None:
     """A special token as a file has it: text, or an object that holds it."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_json(file) if os.path.lexists(file) else {}

@@ -5,9 +5,9 @@ They come through the safetensors library, tensor by tensor, in the dtype in whi
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,11 @@ def weight_names(spec: ModelSpec) -> dict[str, Stored]:
         "up": ("mlp.up_proj", inner, hidden, spec.mlp_bias),
         "down": ("mlp.down_proj", hidden, inner, spec.mlp_bias),
     }
-    places: dict[str, tuple[str, int, int | None]] = {
-        short: (module, 0, None) for short, (module, *_) in linear.items()
-    }
+    stacked: dict[str, tuple[str, int, int]] = {}  # short name: module, its first row there, rows in all
     for module, parts in family.stacked.items():
         ends = np.cumsum([linear[part][1] for part in parts]).tolist()
         for part, end in zip(parts, ends, strict=True):
-            places[part] = module, end - linear[part][1], ends[-1]
+            stacked[part] = module, end - linear[part][1], ends[-1]
     norms = {short: (module, hidden) for short, module in family.norms.items()}
     if spec.qk_norm:
         norms |= {f"{one}_norm": (f"self_attn.{one}_norm", spec.head_dim) for one in "qk"}
@@ -94,15 +92,15 @@ def weight_names(spec: ModelSpec) -> dict[str, Stored]:
             names[f"layers.{i}.{short}"] = Stored(
                 f"{layer}.{module}.weight", (width,), offset=family.norm_offset, scale=scales.get(short, 1.0)
             )
-        for short, (_, rows, columns, bias) in linear.items():
-            module, first, stacked = places[short]
+        for short, (own, rows, columns, bias) in linear.items():
+            module, first, all_rows = stacked.get(short, (own, 0, None))
             scale = scales.get(short, 1.0)
             names[f"layers.{i}.{short}"] = Stored(
-                f"{layer}.{module}.weight", (rows, columns), first, stacked, scale=scale
+                f"{layer}.{module}.weight", (rows, columns), first, all_rows, scale=scale
             )
             if bias:
                 names[f"layers.{i}.{short}_bias"] = Stored(
-                    f"{layer}.{module}.bias", (rows,), first, stacked, scale=scale
+                    f"{layer}.{module}.bias", (rows,), first, all_rows, scale=scale
                 )
     return names
 
@@ -116,12 +114,14 @@ def load_weights(path: str | Path, spec: ModelSpec) -> dict[str, np.ndarray]:
     """
     path = Path(path)
     names, by_file = _plan(path, spec)
-    weights = {}
+    weights: dict[str, np.ndarray] = {}
     for file, shorts in by_file.items():
-        for short, array in _reading(file, partial(_read_tensors, names=names, shorts=shorts)):
-            weights[short] = array
+        with _opened(file) as opened:
+            _check_tensors(opened, names, shorts)
+            weights |= {short: names[short].read(opened) for short in shorts}
     if spec.tie_embeddings and "lm_head" in weights:
-        if _same_bytes(weights["lm_head"], weights["embed"]):
+        head, embed = weights["lm_head"], weights["embed"]
+        if head.dtype == embed.dtype and np.array_equal(head.view(np.uint8), embed.view(np.uint8)):
             del names["lm_head"]
         else:
             print(
@@ -135,7 +135,8 @@ def check_weights(path: Path, spec: ModelSpec) -> None:
     """Raises the ConfigError that `load_weights` would, from the files' headers, in milliseconds."""
     names, by_file = _plan(path, spec)
     for file, shorts in by_file.items():
-        _reading(file, partial(_check_tensors, names=names, shorts=shorts))
+        with _opened(file) as opened:
+            _check_tensors(opened, names, shorts)
 
 
 def _plan(path: Path, spec: ModelSpec) -> tuple[dict[str, Stored], dict[Path, list[str]]]:
@@ -154,17 +155,12 @@ def _plan(path: Path, spec: ModelSpec) -> tuple[dict[str, Stored], dict[Path, li
             )
     by_file: dict[Path, list[str]] = {}
     for short, one in names.items():
-        name = one.name
-        if name not in located:
+        if one.name not in located:
             raise ConfigError(
-                f"weight {name} is missing in {path}: config.json does not match, or the download is incomplete"
+                f"weight {one.name} is missing in {path}: config.json does not match, or the download is incomplete"
             )
-        by_file.setdefault(located[name], []).append(short)
+        by_file.setdefault(located[one.name], []).append(short)
     return names, by_file
-
-
-def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
 def _locate_weights(path: Path) -> dict[str, Path]:
@@ -172,12 +168,14 @@ def _locate_weights(path: Path) -> dict[str, Path]:
     check_weights_there(path)
     file = path / WEIGHT_FILE
     if os.path.lexists(file):
-        return dict.fromkeys(_reading(file, lambda opened: list(opened.keys())), file)
+        with _opened(file) as opened:
+            return dict.fromkeys(opened.keys(), file)
     return {name: path / shard for name, shard in weight_map(path / INDEX_FILE).items()}
 
 
-def _reading(file: Path, read: Callable[[Any], Any]) -> Any:
-    """read(opened safetensors file), with the library's errors as one line that names the file."""
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """The opened safetensors file, with the library's errors as one line that names the file."""
     try:
         with open(file, "rb"):  # the library does not say why it cannot open a file
             pass
@@ -185,14 +183,9 @@ def _reading(file: Path, read: Callable[[Any], Any]) -> Any:
         raise ConfigError(f"{file} cannot be read ({error.strerror}): check what it is and its permissions") from error
     try:
         with safe_open(file, framework="numpy") as opened:
-            return read(opened)
+            yield opened
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file} is truncated or corrupt ({one_line(error)}): download it again") from error
-
-
-def _read_tensors(opened: Any, names: dict[str, Stored], shorts: list[str]) -> list[tuple[str, np.ndarray]]:
-    _check_tensors(opened, names, shorts)
-    return [(short, names[short].read(opened)) for short in shorts]
 
 
 def _check_tensors(opened: Any, names: dict[str, Stored], shorts: list[str]) -> None:
