@@ -11,6 +11,7 @@ all others, `--tier rest` runs these, and pytest without `--tier` runs both.
 import fnmatch
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -243,3 +244,9 @@ def target(request: pytest.FixtureRequest) -> Any:
 def saved() -> Callable[[str], Path]:
     """Name of a tiny model -> its directory, written once."""
     return tiny_models.saved
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Callable[[str], Path]:
+    """Name of a tiny model -> a copy of its directory to break."""
+    return lambda name: Path(shutil.copytree(tiny_models.saved(name), tmp_path / name))

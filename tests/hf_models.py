@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tiny_models import VOCAB_SIZE, WEIGHT_STD
+from tiny_models import COMMON, GEMMA3
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -20,20 +20,13 @@ from eps_core.integrations.paged import Paged
 from eps_core.load import load_backend
 from eps_cuda.integrations.transformers import EpsCache
 
-GLOBAL, SLIDING = "full_attention", "sliding_attention"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     # its scale is not that of its head dim, and every other layer has a window
-    "gemma3": (
-        "Gemma3TextConfig",
-        {
-            "head_dim": 32, "query_pre_attn_scalar": 11, "sliding_window": 24, "num_hidden_layers": 4,
-            "layer_types": [SLIDING, GLOBAL, SLIDING, GLOBAL],
-        },
-    ),
+    "gemma3": ("Gemma3TextConfig", GEMMA3 | {"head_dim": 32, "query_pre_attn_scalar": 11}),
     "phi3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": None}),
 }  # fmt: skip
 GATED = {name: (1, 3) if name == "gemma3" else (0, 1) for name in FAMILIES}
@@ -43,13 +36,8 @@ WHOLE = EpsConfig.of("rq", budget=1.0, **SMALL)
 
 
 def tiny_config(name: str, **overrides: Any) -> Any:
-    common = {
-        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
-        "initializer_range": WEIGHT_STD, "rms_norm_eps": 1e-5, "bos_token_id": 256, "eos_token_id": 257,
-    }  # fmt: skip
     kind, own = FAMILIES[name]
-    return getattr(transformers, kind)(**common | own | overrides)
+    return getattr(transformers, kind)(**COMMON | {"max_position_embeddings": 1024} | own | overrides)
 
 
 DEVICES = load_backend("cuda").devices()

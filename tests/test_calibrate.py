@@ -13,7 +13,7 @@ from command import last, outcome
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.cost import Cost
-from eps_core.decode.heads import HeadPolicy, check_policy, head_modes, load_policy, model_fingerprint, modes_of
+from eps_core.decode.heads import HeadPolicy, check_policy, load_policy, model_fingerprint, modes_of
 from eps_core.errors import ConfigError
 from eps_core.evaluation import pays
 from eps_core.evaluation.calibrate import (
@@ -145,7 +145,7 @@ def test_a_policy_of_the_demo_model(policy_file: Path) -> None:
     check_policy(policy, DEMO_MODEL, spec)
     assert policy.model == "demo" and policy.fingerprint == model_fingerprint(DEMO_MODEL)
     assert (np.diff(policy.curves, axis=2) >= 0).all() and np.shape(policy.curves) == (4, 2, len(FRACTIONS))
-    modes = head_modes(policy)
+    modes = policy.head_modes
     config = EpsConfig.of(method="rq", head_modes=modes)
     assert config.selection_config.head_modes == modes and np.shape(modes) == (4, 2)
     for layer, (classes, mine) in enumerate(zip(policy.classes, modes, strict=True)):

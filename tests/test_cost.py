@@ -28,27 +28,24 @@ def cache_config(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dense", "sparse", "expected"),
+    ("contexts", "dense", "sparse", "expected"),
     [
-        ((1, 4, 16), (2, 3, 6), 5120),  # -1 at 2,048 and +1 at 8,192: midway
-        ((3, 4, 16), (2, 3, 6), 0),
-        ((1, 2, 10), (3, 6, 12), 32768 + 24576),  # -4 at 8,192 and -2 at 32,768: as much again
-        ((1, 2, 4), (3, 6, 12), None),  # falls behind ever further
-        ((1, 4, 16), (2, 3, 18), None),  # ahead once, behind at the largest: that one decides
+        ((2048, 8192, 32768), (1, 4, 16), (2, 3, 6), 5120),  # -1 at 2,048 and +1 at 8,192: midway
+        ((2048, 8192, 32768), (3, 4, 16), (2, 3, 6), 0),
+        # -4 at 8,192 and -2 at 32,768: as much again
+        ((2048, 8192, 32768), (1, 2, 10), (3, 6, 12), 32768 + 24576),
+        ((2048, 8192, 32768), (1, 2, 4), (3, 6, 12), None),  # falls behind ever further
+        ((2048, 8192, 32768), (1, 4, 16), (2, 3, 18), None),  # ahead once, behind at the largest: that one decides
+        # rounded up to whole steps
+        ((1000, 2000), (1.0, 3.0), (2.0, 3.0), 2048),
+        ((1000, 2000), (1.0, 3.2), (2.0, 3.0), 2048),  # 1,833 lies between
+        # one context tells no slope
+        ((2048,), (1.0,), (2.0,), None),
+        ((2048,), (2.0,), (1.0,), 0),
     ],
 )
-def test_break_even(dense: tuple, sparse: tuple, expected: int | None) -> None:
-    assert Cost((2048, 8192, 32768), dense, sparse).min_context == expected
-
-
-def test_break_even_is_rounded_up_to_whole_steps() -> None:
-    assert Cost((1000, 2000), (1.0, 3.0), (2.0, 3.0)).min_context == 2048
-    assert Cost((1000, 2000), (1.0, 3.2), (2.0, 3.0)).min_context == 2048  # 1,833 lies between
-
-
-def test_one_context_tells_no_slope() -> None:
-    assert Cost((2048,), (1.0,), (2.0,)).min_context is None
-    assert Cost((2048,), (2.0,), (1.0,)).min_context == 0
+def test_break_even(contexts: tuple, dense: tuple, sparse: tuple, expected: int | None) -> None:
+    assert Cost(contexts, dense, sparse).min_context == expected
 
 
 def test_measures_every_backend_once_and_keeps_it(target, monkeypatch) -> None:
@@ -93,9 +90,15 @@ def test_a_store_that_cannot_be_written_is_no_error(target, monkeypatch, tmp_pat
     assert not cost_of(backend, device, "auto", SPEC, 4, CONFIG, 512)[1]
 
 
-@pytest.mark.parametrize(("pays_from", "dense"), [(None, True), (10**4, True), (100, False)])
+def paying(pays_from: int | None) -> Cost:
+    if pays_from is None:
+        return Cost((256,), (1.0,), (2.0,))
+    return Cost((0, 2 * pays_from), (1.0, 3.0), (2.0, 2.0))
+
+
+@pytest.mark.parametrize(("pays_from", "dense"), [(None, True), (10_240, True), (256, False)])
 def test_run_gates_from_where_it_pays(monkeypatch, pays_from: int | None, dense: bool) -> None:
-    monkeypatch.setattr("eps_core.evaluation.compare.cost_of", lambda *a: (FixedCost(pays_from), False))
+    monkeypatch.setattr("eps_core.evaluation.compare.cost_of", lambda *a: (paying(pays_from), False))
     flags = ["--backend", "cuda", "--eps-method", "rq", "--eps-min-context", "auto", "--max-new-tokens", "2"]
     done = CliRunner().invoke(cli, ["run", *flags, "--prompt", "It was a dark and stormy night. " * 50])
     assert done.exit_code == 0, done.output
@@ -103,16 +106,6 @@ def test_run_gates_from_where_it_pays(monkeypatch, pays_from: int | None, dense:
     assert bool(result["eps"]["fallbacks"].get("min_context")) is dense
     assert (result["eps"]["pages_skipped"] == 0) is dense
     assert ("at no context" if pays_from is None else f"from {pays_from:,} tokens on") in done.output
-
-
-class FixedCost(Cost):
-    def __init__(self, pays_from):
-        super().__init__((256,), (1.0,), (2.0,))
-        object.__setattr__(self, "pays_from", pays_from)
-
-    @property
-    def min_context(self):
-        return self.pays_from
 
 
 @pytest.mark.parametrize("value", ["sometimes", "1.5"])
@@ -143,9 +136,7 @@ def test_kernels_are_compiled_before_costs_are_measured(monkeypatch) -> None:
     """What compiles within them would be kept for ever."""
     order: list[str] = []
     monkeypatch.setattr(Session, "check_kernels", lambda self, cache_config, verified=False: order.append("kernels"))
-    monkeypatch.setattr(
-        "eps_core.evaluation.compare.cost_of", lambda *a: order.append("costs") or (FixedCost(100), False)
-    )
+    monkeypatch.setattr("eps_core.evaluation.compare.cost_of", lambda *a: order.append("costs") or (paying(256), False))
     flags = ["--backend", "cuda", "--method", "rq", "--eps-min-context", "auto", "--max-new-tokens", "1"]
     assert CliRunner().invoke(cli, ["run", *flags, "--prompt", "It was a dark and stormy night."]).exit_code == 0
     assert order.index("costs") == 2 and order[:2] == ["kernels"] * 2

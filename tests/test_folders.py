@@ -306,7 +306,7 @@ def damage_bytes(path: Path) -> str:
 
 def remove_shard(path: Path) -> str:
     (path / "model-00003-of-00004.safetensors").unlink()
-    return "is missing"
+    return f"shard 'model-00003-of-00004.safetensors' that {path / INDEX} names is missing"
 
 
 def remove_tokenizer(path: Path) -> str:

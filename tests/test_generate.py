@@ -7,22 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
+from verified_runs import Model
 
 from eps_core import reference as numpy_backend
 from eps_core.attention.stats import StepOutput
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.forward import load_decoder
-from eps_core.decode.generate import generate
+from eps_core.decode.generate import generate, prefill, tokens_of
 from eps_core.decode.sampling import Sampling, draw
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
 from eps_core.evaluation.request import RunRequest
 from eps_core.kv_cache.pool import PagePool
-from eps_core.models.config import read_spec
 from eps_core.models.tokenizer import load_tokenizer
 
+MODEL = "llama2-bf16-sharded"
 GREEDY = Sampling()
 SPEC = CacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, num_units=16)
 VOCAB = 50
@@ -102,14 +101,6 @@ class Case:
         return records
 
 
-def outputs(records: list, num_prompts: int) -> list[list[int]]:
-    said: list[list[int]] = [[] for _ in range(num_prompts)]
-    for record in records:
-        for sequence, token in zip(record.sequences, record.tokens, strict=True):
-            said[sequence].append(token)
-    return said
-
-
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
@@ -118,11 +109,13 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("chunk", [1, 16, 25, 500])
 def test_every_token_of_a_prompt_is_written_once_where_its_table_says(length: int, chunk: int) -> None:
     case, prompt, reported = Case(), prompt_of(length), []
-    records = case.run([prompt], 20, prefill_chunk=chunk, on_prefill=lambda *args: reported.append(args))
-    assert outputs(records, 1) == [counted(prompt, 20)]
+    records = case.run([prompt], 20, prefill_chunk=chunk)
+    assert tokens_of(records, 1) == [counted(prompt, 20)]
     # the last token of the prompt starts the decode
     assert sum(case.decoder.prefills) == length - 1 and max(case.decoder.prefills, default=0) <= chunk
-    assert reported == [(0, min(start + chunk, length - 1), length - 1) for start in range(0, length - 1, chunk)]
+    other, report = Case(), lambda *done: reported.append(done)
+    prefill(other.decoder, other.cache, other.pool, prompt[:-1], chunk, report)  # type: ignore[arg-type]
+    assert reported == [(min(start + chunk, length - 1), length - 1) for start in range(0, length - 1, chunk)]
     assert [record.lengths for record in records] == [[length + step] for step in range(20)]
     assert all(record.bytes_kv_read_est == 100 for record in records)
 
@@ -130,7 +123,7 @@ def test_every_token_of_a_prompt_is_written_once_where_its_table_says(length: in
 def test_a_ragged_batch_says_what_its_prompts_say_alone() -> None:
     prompts = [prompt_of(length, seed=length) for length in (1, 40, 17, 5)]
     case = Case()
-    assert outputs(case.run(prompts, 6), 4) == [counted(prompt, 6) for prompt in prompts]
+    assert tokens_of(case.run(prompts, 6), 4) == [counted(prompt, 6) for prompt in prompts]
     assert case.decoder.steps == [4] * 6
 
 
@@ -140,7 +133,7 @@ def test_a_sequence_leaves_the_batch_at_its_stop_token() -> None:
     stop = next(token for token in alone[0][2:] if token not in alone[1])
     end = alone[0].index(stop) + 1
     case = Case()
-    assert outputs(case.run(prompts, 12, stop_tokens=(stop,)), 2) == [alone[0][:end], alone[1]]
+    assert tokens_of(case.run(prompts, 12, stop_tokens=(stop,)), 2) == [alone[0][:end], alone[1]]
     assert case.decoder.steps == [2] * end + [1] * (12 - end)
 
 
@@ -148,7 +141,7 @@ def test_forced_tokens_are_fed_instead() -> None:
     prompts, forced = [prompt_of(20, 1), prompt_of(9, 2)], [[5, 5, 6, 7], [8, 9]]
     case = Case()
     records = case.run(prompts, 12, forced_tokens=forced, stop_tokens=(5, 8), keep_logits=True)
-    assert outputs(records, 2) == forced and case.decoder.steps == [2, 2, 1, 1]
+    assert tokens_of(records, 2) == forced and case.decoder.steps == [2, 2, 1, 1]
     for step in range(4):
         want = counted(prompts[0] + forced[0][:step], 1)[0]
         assert int(records[step].logits[0].argmax()) == want
@@ -157,15 +150,15 @@ def test_forced_tokens_are_fed_instead() -> None:
 def test_full_pages_of_a_common_prefix_are_computed_once() -> None:
     common, case = prompt_of(40), Case()
     prompts = [[*common, 1, 2, 3], [*common, 4, 5]]
-    assert outputs(case.run(prompts, 5), 2) == [counted(prompt, 5) for prompt in prompts]
+    assert tokens_of(case.run(prompts, 5), 2) == [counted(prompt, 5) for prompt in prompts]
     assert case.decoder.prefills == [42, 41 - 32]
 
 
 def test_a_prompt_decoded_again_finds_its_pages() -> None:
     prompt, case = prompt_of(50), Case(num_units=4)
-    first = outputs(case.run([prompt], 5), 1)
+    first = tokens_of(case.run([prompt], 5), 1)
     before = len(case.decoder.prefills)
-    assert outputs(case.run([prompt], 5), 1) == first
+    assert tokens_of(case.run([prompt], 5), 1) == first
     assert case.decoder.prefills[before:] == [1]
 
 
@@ -235,54 +228,33 @@ def test_top_p_keeps_the_fewest_tokens_that_hold_it() -> None:
     assert drawn(0.4) == {1} and drawn(0.7) == {1, 2} and drawn(0.9) == {0, 1, 2}
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("model"))
-
-
-def decode(
-    backend: Any, device: str, path: Path, config: EpsConfig, prompts: list, sampling: Sampling = GREEDY, **more: Any
-) -> tuple:
-    spec = read_spec(path)
-    units = sum(-(-(len(prompt) + 16) // config.cache_config.unit_tokens) for prompt in prompts)
-    cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units)
-    cache = backend.new_cache(cache_spec, config.cache_config, device)
-    pool = PagePool(units, config.cache_config.unit_tokens)
-    decoder = load_decoder(backend, path, spec, "float32", device)
-    more = {"prefill_chunk": 64, "keep_logits": True, **more}
-    records = list(generate(decoder, cache, pool, prompts, 12, sampling, config.selection_config, **more))
-    pool.check()
-    return outputs(records, len(prompts)), records
-
-
 RAGGED = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (290, 1, 65)]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0.8, 5)], ids=["greedy", "sampled"])
-def test_batching_changes_no_token_on_any_backend(target: tuple, model_path: Path, sampling: Sampling) -> None:
+def test_batching_changes_no_token_on_any_backend(target: tuple, model: Path, sampling: Sampling) -> None:
     backend, device = target
     config = EpsConfig.of(method="box", group_size=8, num_recent_tokens=16, budget=0.3)
-    together, records = decode(backend, device, model_path, config, RAGGED, sampling)
-    want, _ = decode(numpy_backend, "cpu", model_path, config, RAGGED, sampling)
-    assert together == want
-    alone, _ = decode(backend, device, model_path, config, RAGGED[:1], sampling)
-    assert together[:1] == alone
-    for record in records:
+    one = Model(backend, device, model)
+    together = one.decode(RAGGED, config, sampling)
+    want = Model(numpy_backend, "cpu", model).decode(RAGGED, config, sampling)
+    assert together.said == want.said
+    assert together.said[:1] == one.decode(RAGGED[:1], config, sampling).said
+    for record in together.records:
         assert record.pages_skipped > 0 and record.bytes_kv_read_est < record.bytes_kv_dense
 
 
-def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> None:
+def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model: Path) -> None:
     """--kl against the sum written out, in a run whose own tokens leave the dense ones early."""
     config = EpsConfig.of(method="meanstd", group_size=16, budget=0.1, num_sink_tokens=0, num_recent_tokens=16)
     text = "It was a dark and stormy night; the rain fell in torrents. " * 5
-    request = RunRequest(
-        config, GREEDY, "numpy", model=model_path, prompts=(text,), max_new_tokens=12, kl=True, stop=False
-    )
+    request = RunRequest(config, GREEDY, "numpy", model=model, prompts=(text,), max_new_tokens=12, kl=True, stop=False)
     result = compare.run(request, io.StringIO())
     assert not result["tokens_equal"]
-    prompt = load_tokenizer(model_path).encode(text).ids
-    _, dense = decode(numpy_backend, "cpu", model_path, EpsConfig.of(), [prompt])
-    _, sparse = decode(numpy_backend, "cpu", model_path, config, [prompt], forced_tokens=[result["dense"]["tokens"]])
+    prompt = load_tokenizer(model).encode(text).ids
+    one = Model(numpy_backend, "cpu", model)
+    dense = one.decode([prompt], EpsConfig.of()).records
+    sparse = one.decode([prompt], config, forced_tokens=[result["dense"]["tokens"]]).records
     log_p, log_q = (
         np.array([r.logits[0] - np.logaddexp.reduce(r.logits[0].astype(float)) for r in side])
         for side in (dense, sparse)
@@ -293,9 +265,9 @@ def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> N
     assert result["top1_agreement"] == (log_p.argmax(axis=1) == log_q.argmax(axis=1)).mean()
 
 
-def test_dense_records_count_pages_of_the_cache_s_own_size(model_path: Path) -> None:
+def test_dense_records_count_pages_of_the_cache_s_own_size(model: Path) -> None:
     for block in (16, 32):
         config = EpsConfig.of(block_size=block)
-        _, (first, *_) = decode(numpy_backend, "cpu", model_path, config, [RAGGED[0]])
+        first = Model(numpy_backend, "cpu", model).decode([RAGGED[0]], config).records[0]
         pages = -(-len(RAGGED[0]) // block) * 2 * 2  # of 2 layers and 2 kv heads
         assert (first.pages_total, first.pages_visited, first.pages_skipped) == (pages, pages, 0)

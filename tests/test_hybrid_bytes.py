@@ -19,11 +19,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3: five layers with a sliding window, then one of full attention."""
     path = tmp_path_factory.mktemp("hybrid")
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=tiny_models.VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512, sliding_window=WINDOW,
-        bos_token_id=256, eos_token_id=257, pad_token_id=0,
-    )  # fmt: skip
+    own = {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": WINDOW, "pad_token_id": 0}
+    config = Gemma3TextConfig(**tiny_models.COMMON | own)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     tiny_models.save_tokenizer(path / "tokenizer.json")
     # not Gemma's own, which the family would mean

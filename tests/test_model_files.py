@@ -15,11 +15,9 @@ import tiny_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from test_model import LLAMA_CONFIG, TOLERANCE, assert_refused
+from test_model import LLAMA_CONFIG, TOLERANCE, assert_refused, load, refuse_weights, run
 
-from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.forward import load_decoder
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import prepare
@@ -35,16 +33,6 @@ from eps_core.models.weights import load_weights, weight_names
 
 FUZZED = int(os.environ.get("EPS_FUZZ", 200))  # folders of each kind; the acceptance takes 2,000
 INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture
-def damaged(saved: Callable, tmp_path: Path) -> Callable[[str], Path]:
-    """Name of a tiny model -> a copy of its directory to break."""
-    return lambda name: Path(shutil.copytree(saved(name), tmp_path / name))
-
-
-def refuse(path: Path, *says: str) -> None:
-    assert_refused(lambda: load_weights(path, read_spec(path)), *says)
 
 
 # Tied embeddings
@@ -65,23 +53,21 @@ def test_a_stored_head_of_tied_embeddings_is_used(
     """As transformers 5 does, which config.json alone cannot say; a copy of the embedding is dropped in silence."""
     path = damaged("qwen2-tied")
     head = stored_head(path, change)
-    backend, device = target
     capsys.readouterr()
-    decoder = load_decoder(backend, path, read_spec(path), "float32", device)
+    decoder = load(target, path)
     said = capsys.readouterr().err
     assert ("lm_head.weight" in said and str(path) in said and said.count("\n") == 1) if used else not said
     tokens = [3, 250, 7, 99, 12]
-    spec = decoder.spec
-    cache = backend.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1), CacheConfig(), device)
-    _, logits = decoder.prefill(cache, np.array(tokens), np.arange(5), np.arange(1), 5)
+    _, (logits,) = run(target, decoder, np.array(tokens), (5,))
     expected = tiny_models.reference_logits(path, tokens)[-1]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.std())
-    assert ("lm_head" in load_weights(path, spec)) == used
+    weights = load_weights(path, decoder.spec)
+    assert ("lm_head" in weights) == used
     if used:
-        np.testing.assert_array_equal(load_weights(path, spec)["lm_head"], head)
+        np.testing.assert_array_equal(weights["lm_head"], head)
         spoiled = load_file(path / "model.safetensors")
         save_file(spoiled | {"lm_head.weight": np.zeros((5, 64), np.float32)}, path / "model.safetensors")
-        refuse(path, "lm_head.weight", "(5, 64)", "(300, 64)")
+        refuse_weights(path, "lm_head.weight", "(5, 64)", "(300, 64)")
 
 
 # Files that are no files
@@ -109,7 +95,7 @@ def test_weights_without_permission_are_not_called_corrupt(damaged: Callable, mo
         raise PermissionError(13, "Permission denied", str(file))
 
     monkeypatch.setattr(weights_module, "open", refused, raising=False)
-    refuse(path, "model.safetensors cannot be read (Permission denied)", "permissions")
+    refuse_weights(path, "model.safetensors cannot be read (Permission denied)", "permissions")
 
 
 def test_a_shard_that_is_a_directory_is_named(damaged: Callable) -> None:
@@ -117,7 +103,7 @@ def test_a_shard_that_is_a_directory_is_named(damaged: Callable) -> None:
     shard = path / "model-00002-of-00004.safetensors"
     shard.unlink()
     shard.mkdir()
-    refuse(path, str(shard), "Is a directory")
+    refuse_weights(path, str(shard), "Is a directory")
 
 
 def test_a_json_file_without_end_is_refused(tmp_path: Path) -> None:
@@ -137,7 +123,7 @@ def test_a_shard_outside_of_the_folder_is_refused(shard: str, damaged: Callable,
     name = next(iter(index["weight_map"]))
     index["weight_map"][name] = shard
     (path / INDEX).write_text(json.dumps(index))
-    refuse(path, repr(shard), INDEX, "no file within the model's folder")
+    refuse_weights(path, repr(shard), INDEX, "no file within the model's folder")
     assert_refused(lambda: weight_files(path), repr(shard))
 
 

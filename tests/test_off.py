@@ -2,20 +2,18 @@
 
 import numpy as np
 import pytest
+from verified_runs import Model
 
 from eps_core import reference
 from eps_core.backend import cache as arrays_cache
-from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import accept, layers, pace, verified
-from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.generate import generate
+from eps_core.decode.forward import Decoder
 from eps_core.decode.sampling import Sampling
 from eps_core.kv_cache.groups import GroupState
 from eps_core.kv_cache.pool import PagePool
 from eps_core.metrics import rounds
-from eps_core.models.config import read_spec
 
 MODEL = "llama2-bf16-sharded"
 pytestmark = pytest.mark.kernels("numba")
@@ -24,21 +22,7 @@ PROMPTS = [[7, 5, 3, 2] * 30, [11, 4, 9] * 9]
 
 
 def logits_of(backend, device, model, config):
-    spec = read_spec(model)
-    decoder = load_decoder(backend, model, spec, "float32", device)
-    cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 64)
-    cache = backend.new_cache(cache_spec, config.cache_config, device)
-    records = generate(
-        decoder,
-        cache,
-        PagePool(64, config.cache_config.unit_tokens),
-        PROMPTS,
-        6,
-        Sampling(),
-        config.selection_config,
-        keep_logits=True,
-    )
-    return np.concatenate([record.logits for record in records])
+    return np.concatenate([record.logits for record in Model(backend, device, model).decode(PROMPTS, config).records])
 
 
 # of the backend, of its cache module, of the decoder: all that EPS adds
@@ -118,13 +102,9 @@ def test_every_part_of_verified_decoding_is_among_them(model, monkeypatch):
     parts = [(o, n) for o, n in verified_parts(reference) if not isinstance(getattr(o, n), type)]
     for owner, name in parts:
         monkeypatch.setattr(owner, name, noted(owner, name, getattr(owner, name)))
-    spec = read_spec(model)
-    config = EpsConfig.of(method="meanstd", group_size=4, budget=0.3)
-    cache = reference.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 64), config.cache_config)
-    decoder, pool = load_decoder(reference, model, spec), PagePool(64, config.cache_config.unit_tokens)
-    for _ in verified.verified(
-        decoder, cache, pool, [[5, 3, 2] * 9], 8, Sampling(1.0), config.selection_config, SpeculativeConfig("tokens", 3)
-    ):
+    config, one = EpsConfig.of(method="meanstd", group_size=4, budget=0.3), Model(reference, "cpu", model)
+    given = *one.cache(config), [[5, 3, 2] * 9], 8, Sampling(1.0), config.selection_config
+    for _ in verified.verified(one.decoder, *given, SpeculativeConfig("tokens", 3)):
         pass
     methods = {"verify", "commit", "reserve", "invalidate", "attend_rows", "write_kv_tentative", "visits"}
     assert methods | {"verified", "accept"} <= met

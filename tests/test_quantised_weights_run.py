@@ -119,18 +119,27 @@ def command_of(target: tuple, path: Path, folder: Path, *more: object) -> list[s
     return [str(word) for word in line]
 
 
-def test_a_run_reports_acceptance_and_bytes_of_weights(target: tuple, saved, tmp_path: Path) -> None:
-    done = outcome(command_of(target, saved("llama2"), tmp_path), tmp_path)
+@pytest.mark.parametrize("weights", ["full", "8bit"])
+def test_a_run_reports_acceptance_and_bytes_of_weights(target: tuple, saved, weights: str, tmp_path: Path) -> None:
+    done = outcome(command_of(target, saved("llama2"), tmp_path, "--weights", weights), tmp_path)
     assert done.code in (None, 0), done.err
     assert "drafted with 4bit weights" in done.out
+    assert (", 8bit weights in decode steps" in done.out) == (weights == "8bit")
     result = json.loads(done.out.splitlines()[-1])
     eps = result["eps"]
+    assert result["weights"] == weights
     assert result["tokens_equal"] and eps["verify"]["weights"] == "4bit" and 0 < eps["acceptance"] <= 1
     first, *rounds, last = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert first["verify"]["weights"] == "4bit" and {one["type"] for one in rounds} == {"round"}
+    assert (
+        first["weights"] == weights
+        and first["verify"]["weights"] == "4bit"
+        and {one["type"] for one in rounds} == {"round"}
+    )
     total = sum(one["bytes_weights"] for one in rounds)
     assert total == last["bytes_weights"] == eps["bytes_weights"]
-    session = opened(target, saved("llama2"))
+    session = opened(target, saved("llama2"), weights=weights)
+    assert session.drafter(SpeculativeConfig("tokens")) is session.decoder
+    assert session.drafter(FOUR_BITS).model.full is session.decoder.model.full
     full, drafts = (session.drafter(one).model.weight_bytes for one in (SpeculativeConfig("tokens"), FOUR_BITS))
     for one in rounds:
         assert one["bytes_weights"] == full + (one["weight_passes"] - 1) * drafts
@@ -153,15 +162,7 @@ def test_steps_read_quantised_weights_and_prompts_full_ones(target: tuple, saved
     assert sessions[1].decoder.model.full.weight_bytes == full
 
 
-def test_a_run_says_which_weights_its_steps_read(target: tuple, saved, tmp_path: Path) -> None:
-    done = outcome(command_of(target, saved("llama2"), tmp_path, "--weights", "8bit"), tmp_path)
-    assert done.code in (None, 0), done.err
-    assert ", 8bit weights in decode steps" in done.out
-    assert json.loads(done.out.splitlines()[-1])["weights"] == "8bit"
-    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    session = opened(target, saved("llama2"), weights="8bit")
-    assert first["weights"] == "8bit" and session.drafter(SpeculativeConfig("tokens")) is session.decoder
-    assert session.drafter(FOUR_BITS).model.full is session.decoder.model.full
+def test_unknown_weights_are_refused(target: tuple, saved) -> None:
     with pytest.raises(ConfigError, match="weights '3bit' are unknown: choose one of full, 8bit, 4bit"):
         opened(target, saved("llama2"), weights="3bit")
 

@@ -55,16 +55,10 @@ def session(folder: Path, request: pytest.FixtureRequest) -> Session:
     return Session.open(folder, request.param, "cpu", "float32", "bfloat16")
 
 
-def test_greedy_tokens_are_those_of_transformers(folder: Path) -> None:
-    assert_greedy_tokens(folder)
-
-
-def test_greedy_tokens_of_gemma_are_those_of_transformers(gemma3: Path) -> None:
-    """Over prompts of twice its window: 15 of its 18 layers have one of 512 tokens."""
-    assert_greedy_tokens(gemma3)
-
-
-def assert_greedy_tokens(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["folder", "gemma3"])
+def test_greedy_tokens_are_those_of_transformers(name: str, request: pytest.FixtureRequest) -> None:
+    """Of Gemma over prompts of twice its window: 15 of its 18 layers have one of 512 tokens."""
+    folder = request.getfixturevalue(name)
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     llm = LLM(folder, backend="cuda", device="cpu", dtype="float32", method="off")
     session = llm.session

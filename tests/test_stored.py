@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from command import outcome
 from eps_core import LLM
 from eps_core.decode import stored as stored_module
 from eps_core.decode.session import Session
-from eps_core.decode.stored import METADATA_KEY, StoredPrompts, weights_digest
+from eps_core.decode.stored import METADATA_KEY, StoredCounts, StoredPrompts, weights_digest
 from eps_core.errors import ConfigError
 from eps_core.io import outputs, tensors
 
@@ -32,32 +33,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "verified": {**RQ, "speculative": True},
 }
 
+Counts = Callable[[], StoredCounts]
+
 
 def opened(target: tuple, model: Path, folder: Path | None, **settings: Any) -> LLM:
     return tiny_models.open_llm(target, model, cache_dir=folder, **settings)
 
 
-class Spy:
-    """What was loaded and stored by the sessions of a test, and how many tokens they prefilled."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[StoredPrompts] = []
-        made, init = self.made, StoredPrompts.__init__
-
-        def remember(this: StoredPrompts, *args: Any, **more: Any) -> None:
-            init(this, *args, **more)
-            made.append(this)
-
-        monkeypatch.setattr(StoredPrompts, "__init__", remember)
-
-    @property
-    def counts(self) -> Any:
-        return self.made[-1].counts
-
-
 @pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    return Spy(monkeypatch)
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """What the last session of a test loaded and stored."""
+    made, init = [], StoredPrompts.__init__
+
+    def remember(this: StoredPrompts, *args: Any, **more: Any) -> None:
+        init(this, *args, **more)
+        made.append(this)
+
+    monkeypatch.setattr(StoredPrompts, "__init__", remember)
+    return lambda: made[-1].counts
 
 
 def files(folder: Path) -> list[Path]:
@@ -65,15 +58,17 @@ def files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_second_run_loads_and_says_the_same(target: tuple, model: Path, name: str, tmp_path: Path, spy: Spy) -> None:
+def test_a_second_run_loads_and_says_the_same(
+    target: tuple, model: Path, name: str, tmp_path: Path, counts: Counts
+) -> None:
     folder, settings = tmp_path / "kept", SETTINGS[name]
     plain = opened(target, model, None, **settings).generate(TEXT, max_new_tokens=8)
     llm = opened(target, model, folder, **settings)
     unit = llm.config.cache_config.unit_tokens
     first = llm.generate(TEXT, max_new_tokens=8)
     whole = (first.num_prompt_tokens - 2) // unit * unit  # as a pool shares: never the last token of what is prefilled
-    assert spy.counts.tokens_loaded == 0 and spy.counts.tokens_stored == whole > 256
-    assert spy.counts.bytes_stored == sum(file.stat().st_size for file in files(folder))
+    assert counts().tokens_loaded == 0 and counts().tokens_stored == whole > 256
+    assert counts().bytes_stored == sum(file.stat().st_size for file in files(folder))
     fed: list[int] = []
     again = opened(target, model, folder, **settings)
     prefill = again.session.decoder.prefill
@@ -84,7 +79,7 @@ def test_a_second_run_loads_and_says_the_same(target: tuple, model: Path, name: 
 
     again.session.decoder.prefill = counted  # type: ignore[method-assign]
     second = again.generate(TEXT, max_new_tokens=8)
-    assert spy.counts.tokens_loaded == whole and spy.counts.tokens_stored == 0
+    assert counts().tokens_loaded == whole and counts().tokens_stored == 0
     assert sum(fed) == first.num_prompt_tokens - 1 - whole
     assert first.tokens == second.tokens == plain.tokens
     assert first.kv_bytes_read == second.kv_bytes_read == plain.kv_bytes_read
@@ -92,27 +87,27 @@ def test_a_second_run_loads_and_says_the_same(target: tuple, model: Path, name: 
         assert second.acceptance == first.acceptance
 
 
-def test_the_longest_stored_prefix_is_taken(target: tuple, model: Path, tmp_path: Path, spy: Spy) -> None:
+def test_the_longest_stored_prefix_is_taken(target: tuple, model: Path, tmp_path: Path, counts: Counts) -> None:
     llm = opened(target, model, tmp_path, **RQ)
     llm.generate(TEXT[:300], max_new_tokens=2)
-    assert (short := spy.counts.tokens_stored) == 256
+    assert (short := counts().tokens_stored) == 256
     llm.generate(TEXT, max_new_tokens=2)
-    assert spy.counts.tokens_loaded == short and spy.counts.tokens_stored == 384
+    assert counts().tokens_loaded == short and counts().tokens_stored == 384
     llm.generate(LONGER, max_new_tokens=2)
-    assert spy.counts.tokens_loaded == 384 and len(files(tmp_path)) == 3
+    assert counts().tokens_loaded == 384 and len(files(tmp_path)) == 3
     llm.generate("X" + LONGER, max_new_tokens=2)
-    assert spy.counts.tokens_loaded == 0
+    assert counts().tokens_loaded == 0
     want = opened(target, model, None, **RQ).generate(LONGER, max_new_tokens=6)
     assert llm.generate(LONGER, max_new_tokens=6).tokens == want.tokens
 
 
-def test_a_batch_loads_each_of_its_prompts(target: tuple, model: Path, tmp_path: Path, spy: Spy) -> None:
+def test_a_batch_loads_each_of_its_prompts(target: tuple, model: Path, tmp_path: Path, counts: Counts) -> None:
     prompts = [TEXT, "x", LONGER, TEXT[5:300]]
     alone = opened(target, model, None, **RQ).generate(prompts, max_new_tokens=4)
     llm = opened(target, model, tmp_path, **RQ)
     first = llm.generate(prompts, max_new_tokens=4)
     second = llm.generate(prompts, max_new_tokens=4)
-    assert spy.counts.tokens_loaded == 384 + 448 + 256 and spy.counts.tokens_stored == 0
+    assert counts().tokens_loaded == 384 + 448 + 256 and counts().tokens_stored == 0
     assert [one.tokens for one in first] == [one.tokens for one in second] == [one.tokens for one in alone]
 
 
@@ -222,7 +217,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_file_is_refused_in_a_line_and_remade(
-    model: Path, name: str, tmp_path: Path, spy: Spy, capsys: pytest.CaptureFixture
+    model: Path, name: str, tmp_path: Path, counts: Counts, capsys: pytest.CaptureFixture
 ) -> None:
     llm = LLM(model, backend="numpy", cache_dir=tmp_path, **RQ)
     want = llm.generate(TEXT, max_new_tokens=4).tokens
@@ -231,14 +226,14 @@ def test_a_wrong_file_is_refused_in_a_line_and_remade(
     spoil, reason = WRONG[name]
     spoil(file)
     capsys.readouterr()
-    assert llm.generate(TEXT, max_new_tokens=4).tokens == want and spy.counts.tokens_loaded == 0
+    assert llm.generate(TEXT, max_new_tokens=4).tokens == want and counts().tokens_loaded == 0
     error = capsys.readouterr().err
     assert str(file) in error and reason.lower() in error.lower()
     if name == "directory":  # which cannot be replaced, and says so
         assert error.count("\n") == 2 and "is not stored" in error
         return
-    assert error.count("\n") == 1 and file.read_bytes() == right and spy.counts.tokens_stored == 384
-    assert llm.generate(TEXT, max_new_tokens=4).tokens == want and spy.counts.tokens_loaded == 384
+    assert error.count("\n") == 1 and file.read_bytes() == right and counts().tokens_stored == 384
+    assert llm.generate(TEXT, max_new_tokens=4).tokens == want and counts().tokens_loaded == 384
 
 
 @pytest.mark.parametrize(
@@ -246,10 +241,10 @@ def test_a_wrong_file_is_refused_in_a_line_and_remade(
     [{"kv_dtype": "float16"}, {"kv_bits": (8, 8)}, {"method": "rq"}, {"method": "rq", "seed": 3}, {"dtype": "float16"}],
     ids=str,
 )
-def test_other_settings_have_other_files(model: Path, settings: dict[str, Any], tmp_path: Path, spy: Spy) -> None:
+def test_other_settings_have_other_files(model: Path, settings: dict[str, Any], tmp_path: Path, counts: Counts) -> None:
     LLM(model, "off", backend="numpy", cache_dir=tmp_path).generate(TEXT, max_new_tokens=2)
     LLM(model, backend="numpy", cache_dir=tmp_path, **{"method": "off", **settings}).generate(TEXT, max_new_tokens=2)
-    assert spy.counts.tokens_loaded == 0 and len(files(tmp_path)) == 2
+    assert counts().tokens_loaded == 0 and len(files(tmp_path)) == 2
 
 
 def test_a_full_disk_costs_a_line(
@@ -314,8 +309,7 @@ def test_a_digest_of_weights_is_of_all_their_bytes(tmp_path: Path, monkeypatch: 
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"a" * 5000)
     first = weights_digest(tmp_path)
-    monkeypatch.setattr(stored_module, "_CHUNK_BYTES", 7)
-    assert weights_digest(tmp_path) == first
+    assert weights_digest(tmp_path) == first == blake2b(path.read_bytes(), digest_size=16).hexdigest()
     known = json.loads((tmp_path / "weights.json").read_text())
     assert list(known.values()) == [first]
     path.write_bytes(b"a" * 4999 + b"b")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from verified_runs import DRAWN, GREEDY, Drafter, Model, check_rounds, eps, judge, prompt
 
-from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import verified as verified_module
 from eps_core.decode.generate import generate, tokens_of
@@ -111,9 +110,9 @@ def test_a_pool_too_small_for_the_text_is_the_same_error() -> None:
 # ---- the generator ----
 
 
-def begin(model: Model, config: EpsConfig = CONFIG, **more: Any) -> tuple[Any, PagePool]:
-    cache, pool = model.cache(config)
-    return verified(model.decoder, cache, pool, PROMPTS, 12, DRAWN, config.selection_config, FOUR, **more), pool
+def begin(model: Model) -> tuple[Any, PagePool]:
+    cache, pool = model.cache(CONFIG)
+    return verified(model.decoder, cache, pool, PROMPTS, 12, DRAWN, CONFIG.selection_config, FOUR), pool
 
 
 def test_all_is_freed_at_the_end_or_when_it_is_closed_early() -> None:
@@ -151,11 +150,7 @@ def test_a_prompt_that_was_decoded_is_found_again() -> None:
     assert tokens_of(list(steps), 1)[0] == model.dense([whole], CONFIG, 5, GREEDY).said[0]
 
 
-def test_prefill_is_reported_and_a_prompt_without_tokens_refused() -> None:
-    seen: list[tuple[int, int, int]] = []
-    rounds, _ = begin(judge(), on_prefill=lambda *done: seen.append(done), prefill_chunk=16)
-    next(rounds)
-    assert seen[:3] == [(0, 16, 44), (0, 32, 44), (0, 44, 44)] and seen[-1] == (2, 8, 8)
+def test_a_prompt_without_tokens_is_refused() -> None:
     model = judge()
     cache, pool = model.cache(CONFIG)
     with pytest.raises(ConfigError, match="empty prompt"):

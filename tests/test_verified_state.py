@@ -1,5 +1,5 @@
-"""After every round a cache is what it is where nothing was ever drafted, on every backend, whatever lies in the slots
-that hold no token."""
+"""Verified decoding says what dense decoding says on every backend, and after every round a cache is what it is where
+nothing was ever drafted, whatever lies in the slots that hold no token."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,19 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from verified_runs import DRAWN, Drafter, Model, assert_same_state, check_rounds, eps, judge, placed, prompt, saved
+from verified_runs import (
+    DRAWN,
+    GREEDY,
+    Drafter,
+    Model,
+    assert_same_state,
+    check_rounds,
+    eps,
+    judge,
+    placed,
+    prompt,
+    saved,
+)
 
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.verified import Verifier
@@ -17,6 +29,27 @@ CONFIGS = {
     "box, corrections": eps("box", correction_tokens=16, budget=0.1),
     "rq": eps("rq", budget=0.1),
 }
+
+READS = {
+    "rq": eps("rq"),
+    "meanstd": eps("meanstd"),
+    "box": eps("box"),
+    "tails": eps("rq", correction_tokens=64),
+    "strict": eps("box", strict=True, epsilon=0.3),
+}
+
+
+@pytest.mark.kernels("numba", "metal")
+@pytest.mark.parametrize("name", READS)
+def test_every_backend_says_the_dense_text(target: Any, name: str) -> None:
+    backend, device = target
+    model, config = Model(backend, device, saved("llama2")), READS[name]
+    prompts = [prompt(290), prompt(41, 1)]
+    for sampling in (GREEDY, DRAWN):
+        want = model.dense(prompts, config, 11, sampling)
+        got = model.verified(prompts, config, 11, sampling, SpeculativeConfig("tokens", 5))
+        assert got.said == want.said, sampling
+        assert_same_state(model, got, want, 1e-4)
 
 
 def lengths_of(name: str) -> tuple[int, int]:

@@ -2,15 +2,14 @@
 layers with a window read the window alone and say so, and what cannot serve them refuses by name."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny_models
 from command import outcome
-from test_model import NUM_TOKENS, Sequences, assert_close, assert_refused, load, tokens_of
+from test_model import Sequences, assert_close, assert_refused, load
+from tiny_models import NUM_TOKENS, expected, tokens_of
 
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
@@ -31,27 +30,11 @@ SPARSE = EpsConfig.of("rq", group_size=4, budget=0.3, num_sink_tokens=4, num_rec
 WINDOW = 24  # of the layers 0 and 2 of "gemma3"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    def save(name: str) -> Path:
-        path = tiny_models.save_model(name, tmp_path_factory.mktemp(name))
-        # Gemma's own class wants tokens that the tiny tokenizer has not
-        (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-        return path
-
-    return cache(save)
-
-
-@pytest.fixture(scope="module")
-def expected(saved: Callable[[str], Path]) -> Callable[[str], np.ndarray]:
-    return cache(lambda name: tiny_models.reference_logits(saved(name), tokens_of(name).tolist()))
-
-
 @pytest.mark.kernels("numba")
 @pytest.mark.parametrize("config", [EpsConfig.of(), WHOLE], ids=["off", "rq-all"])
 @pytest.mark.parametrize("name", NEW)
 def test_a_ragged_batch_with_everything_in_its_budget_equals_transformers(
-    name: str, config: EpsConfig, target: tuple, saved: Callable, expected: Callable
+    name: str, config: EpsConfig, target: tuple, saved: Callable
 ) -> None:
     """Sequences within a window, past it and far past it step together."""
     tokens, starts = tokens_of(name), np.array([0, 22, 63])
@@ -63,7 +46,7 @@ def test_a_ragged_batch_with_everything_in_its_budget_equals_transformers(
 
 
 @pytest.mark.kernels("numba")
-def test_a_window_reads_its_tokens_and_is_counted(target: tuple, saved: Callable, expected: Callable) -> None:
+def test_a_window_reads_its_tokens_and_is_counted(target: tuple, saved: Callable) -> None:
     tokens = tokens_of("gemma3")
     sequences = Sequences(target, load(target, saved("gemma3")), batch=2, config=SPARSE)
     sequences.prefill(0, tokens[:10])
@@ -121,21 +104,12 @@ def test_a_session_generates_audits_and_verifies(backend: str, saved: Callable) 
 
 
 @pytest.mark.kernels("numba")
-def test_an_audit_of_a_step_is_that_of_dense_attention(target: tuple, saved: Callable, expected: Callable) -> None:
+def test_an_audit_of_a_step_is_that_of_dense_attention(target: tuple, saved: Callable) -> None:
     tokens = tokens_of("gemma3")
     sequences = Sequences(target, load(target, saved("gemma3")), config=SPARSE)
     sequences.prefill(0, tokens[:70])
     for at in range(70, 73):
-        slots, table = sequences._slots(0, 1), sequences._table(np.array([0]))
-        sequences.cache, output = sequences.decoder.step(
-            sequences.cache,
-            tokens[at : at + 1],
-            slots,
-            table,
-            sequences.lengths.copy(),
-            SPARSE.selection_config,
-            audit=True,
-        )
+        output = sequences.step(tokens[at : at + 1], audit=True)
         true = [layer.skipped_mass_true for layer in output.layers]
         assert not true[0].any() and not true[2].any() and true[1].all()
         assert output.dense_logits is not None

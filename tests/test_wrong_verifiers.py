@@ -25,7 +25,7 @@ PROMPTS = (prompt(44), prompt(21, 1))
 TOKENS = 14
 
 right_accept, right_verify, right_commit = accepting.accept, Decoder.verify, Decoder.commit
-right_draw, right_pool_commit, right_place = sampling.draw, PagePool.commit, judge().backend.write_kv_tentative
+right_draw, right_pool_commit = sampling.draw, PagePool.commit
 
 
 def accepts(change: Callable[[Said, list, list], None]) -> list[Any]:
@@ -181,10 +181,7 @@ def ignores_stop_tokens() -> list[Any]:
 
 
 def drafts_past_the_end() -> list[Any]:
-    def wanted(self: Verifier, index: int, gamma: int, *rest: Any) -> int:
-        return gamma
-
-    return [patch.object(Verifier, "_wanted", wanted)]
+    return [patch.object(Verifier, "_wanted", lambda self, gamma, *rest: gamma)]
 
 
 def drafts_more_than_asked() -> list[Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import tokenizers
 import torch
 import transformers
@@ -48,7 +49,22 @@ GEMMA3: dict[str, Any] = {
     "sliding_window": 24,
 }
 VOCAB_SIZE = 300
+NUM_TOKENS = 75
 WEIGHT_STD = 0.15  # seven times transformers' own: logits of tiny models would be nearly constant otherwise
+
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": WEIGHT_STD,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
 
 
 @dataclass(frozen=True)
@@ -133,20 +149,7 @@ _ROOT = TemporaryDirectory(prefix="eps-tests-")
 def make_config(name: str) -> Any:
     """transformers' config object of the named model."""
     model = MODELS[name]
-    common = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": WEIGHT_STD,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-    }
-    return getattr(transformers, model.config_class)(**common | model.overrides)
+    return getattr(transformers, model.config_class)(**COMMON | model.overrides)
 
 
 def save_model(name: str, path: Path, seed: int = 0, change: Callable[[Any], None] = lambda model: None) -> Path:
@@ -165,6 +168,8 @@ def save_model(name: str, path: Path, seed: int = 0, change: Callable[[Any], Non
     model.to(getattr(torch, MODELS[name].dtype))
     model.save_pretrained(path, max_shard_size=MODELS[name].max_shard_size)
     save_tokenizer(path / "tokenizer.json")
+    if "gemma3" in name:  # Gemma's own class wants tokens that the tiny tokenizer has not
+        (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return path
 
 
@@ -190,6 +195,17 @@ def reference_logits(path: Path, tokens: list[int]) -> Any:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def tokens_of(name: str) -> np.ndarray:
+    """The test tokens [NUM_TOKENS] of a model."""
+    return np.random.default_rng([len(name), NUM_TOKENS]).integers(0, VOCAB_SIZE, NUM_TOKENS)
+
+
+@cache
+def expected(name: str) -> np.ndarray:
+    """transformers' float32 logits [T, V] of the named model after each of its test tokens."""
+    return reference_logits(saved(name), tokens_of(name).tolist())
 
 
 def open_llm(target: tuple, path: Path, kernels: str = "arrays", **settings: Any) -> LLM:

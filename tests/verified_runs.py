@@ -1,4 +1,4 @@
-"""What tests of verified decoding share: a tiny model's dense and verified runs of the same prompts, their caches
+"""What tests of decoding share: a tiny model's dense, sparse and verified runs of the same prompts, their caches
 compared token by token, drafters of all kinds, and runs held against one that never drafted, round by round."""
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.generate import append, generate, prefill, tokens_of
+from eps_core.decode.generate import generate, prefill, take_step, tokens_of
 from eps_core.decode.sampling import Sampling, draw
 from eps_core.decode.verified import Verifier, verified
 from eps_core.kv_cache.pool import PagePool
@@ -88,6 +88,15 @@ class Model:
             sequence, cache = prefill(decoder or self.decoder, cache, pool, prompt[:-1], 64)
             sequences.append(sequence)
         return cache, pool, sequences
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], config: EpsConfig, sampling: Sampling = GREEDY, **more: Any
+    ) -> Run:
+        """12 tokens of each prompt, dense or sparse as `config` says, with their logits."""
+        cache, pool = self.cache(config)
+        more = {"prefill_chunk": 64, "keep_logits": True, **more}
+        steps = generate(self.decoder, cache, pool, prompts, 12, sampling, config.selection_config, **more)
+        return self._finish(steps, prompts, pool, [])
 
     def dense(
         self, prompts: Sequence[Sequence[int]], config: EpsConfig, tokens: int, sampling: Sampling, **more: Any
@@ -233,9 +242,7 @@ class _Plain:
         self.decoder, self.cache, self.pool, self.sampling = model.decoder, cache, pool, sampling
 
     def next(self, index: int, sequence: Any, token: int) -> int:
-        slots, self.cache = append(self.decoder.backend, self.cache, self.pool, sequence, [token])
-        table, lengths = self.pool.table([sequence]), self.pool.lengths([sequence])
-        self.cache, output = self.decoder.step(self.cache, np.array([token]), slots, table, lengths)
+        self.cache, output, _ = take_step(self.decoder, self.cache, self.pool, [sequence], [token])
         return draw(output.logits[0], self.sampling, index, sequence.length).token
 
 

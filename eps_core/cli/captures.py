@@ -172,7 +172,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
 
 
 def _replay(ctx: click.Context, flags: dict[str, Any], output: outputs.Output | None) -> None:
-    from eps_core.decode.heads import head_modes, load_policy
+    from eps_core.decode.heads import load_policy
     from eps_core.evaluation.capture import open_capture
     from eps_core.evaluation.merits import bytes_at_error
     from eps_core.evaluation.replay import check_alike, combine, replay_many
@@ -184,7 +184,7 @@ def _replay(ctx: click.Context, flags: dict[str, Any], output: outputs.Output | 
     # a capture names its model: the policy is checked against that, not against a directory
     configs = _configs(ctx, flags | {"eps_heads": "all", "eps_head_policy": None})
     if policy is not None:
-        configs = [config.replace(head_modes=head_modes(policy)) for config in configs]
+        configs = [config.replace(head_modes=policy.head_modes) for config in configs]
     captures = [open_capture(path) for path in flags["captures"]]
     check_alike(captures, flags["layers"])
     for capture in captures:

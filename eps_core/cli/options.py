@@ -228,14 +228,14 @@ def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:
     if flags["eps_head_policy"] is None:
         return None
     # late: `--help` must work where a model cannot be read
-    from eps_core.decode.heads import check_policy, head_modes, load_policy
+    from eps_core.decode.heads import check_policy, load_policy
     from eps_core.models.config import read_spec
     from eps_core.models.hub import resolve_model
 
     model = DEMO_MODEL if flags["model"] is None else resolve_model(flags["model"])
     policy = load_policy(flags["eps_head_policy"])
     check_policy(policy, model, read_spec(model))
-    return head_modes(policy)
+    return policy.head_modes
 
 
 def flag(name: str) -> str:

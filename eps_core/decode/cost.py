@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from eps_core.attention.layer import collect, sparse_attention
-from eps_core.attention.protocol import Backend
+from eps_core.attention.protocol import Array, Backend
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
@@ -75,47 +75,41 @@ def measure(
     contexts = [context for context in CONTEXTS if context <= max_context] or [max_context]
     sparse = config.replace(min_context=0, head_modes=None)
     rng, started = np.random.default_rng(0), time.perf_counter()
+
+    def variants(context: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """(dense, sparse) calls over a filled cache; each waits for its result."""
+        units = -(-context // sparse.cache_config.unit_tokens)
+        one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
+        cache = backend.new_cache(one, sparse.cache_config, device, kernels)
+
+        def random(*shape: int) -> Array:
+            return backend.from_numpy(rng.standard_normal(shape, np.float32), spec.dtype, device)
+
+        for start in range(0, context, FILL_TOKENS):
+            slots = np.arange(start, min(start + FILL_TOKENS, context))
+            k, v = (random(len(slots), spec.num_kv_heads, spec.head_dim) for _ in range(2))
+            cache = backend.write_kv(cache, 0, k, v, slots)
+        q = random(1, num_heads, spec.head_dim)
+        place = np.arange(units, dtype=np.int32)[None], np.array([context])
+
+        def dense_call() -> None:
+            out, _ = backend.attend(cache, 0, q, StepPlan.dense(sparse.cache_config, *place), None)
+            collect(backend, cache, [], out)
+
+        def sparse_call() -> None:
+            out, read = sparse_attention(backend, cache, 0, q, StepPlan.of(sparse, *place))
+            collect(backend, cache, [read], out)
+
+        return dense_call, sparse_call
+
     rows: list[tuple[int, float, float]] = []
     for context in contexts:
         if rows and time.perf_counter() - started > MAX_SECONDS:
             break
-        variants = _variants(backend, device, kernels, spec, num_heads, sparse, context, rng)
-        dense_ms, sparse_ms = _medians(variants)
+        dense_ms, sparse_ms = _medians(variants(context))
         # where the budget covers the context a sparse step is a dense one, and saves nothing
         rows.append((context, dense_ms, dense_ms if sparse.reads_all(0, [context]) else sparse_ms))
     return Cost(*zip(*rows, strict=True))  # type: ignore[arg-type]
-
-
-def _variants(
-    backend: Backend,
-    device: str,
-    kernels: str,
-    spec: CacheSpec,
-    num_heads: int,
-    config: EpsConfig,
-    context: int,
-    rng: np.random.Generator,
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """(dense, sparse) calls over a filled cache; each waits for its result."""
-    units = -(-context // config.cache_config.unit_tokens)
-    one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
-    cache = backend.new_cache(one, config.cache_config, device, kernels)
-    for start in range(0, context, FILL_TOKENS):
-        shape = (min(FILL_TOKENS, context - start), spec.num_kv_heads, spec.head_dim)
-        k, v = (backend.from_numpy(rng.standard_normal(shape, np.float32), spec.dtype, device) for _ in range(2))
-        cache = backend.write_kv(cache, 0, k, v, np.arange(start, start + shape[0]))
-    q = backend.from_numpy(rng.standard_normal((1, num_heads, spec.head_dim), np.float32), spec.dtype, device)
-    place = np.arange(units, dtype=np.int32)[None], np.array([context])
-
-    def dense() -> None:
-        out, _ = backend.attend(cache, 0, q, StepPlan.dense(config.cache_config, *place), None)
-        collect(backend, cache, [], out)
-
-    def sparse() -> None:
-        out, read = sparse_attention(backend, cache, 0, q, StepPlan.of(config, *place))
-        collect(backend, cache, [read], out)
-
-    return dense, sparse
 
 
 def _medians(variants: Sequence[Callable[[], Any]]) -> tuple[float, ...]:

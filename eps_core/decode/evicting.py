@@ -140,10 +140,9 @@ class EvictingDecoder(Decoder):
         assert not audit and not draft, "evicting decoders neither audit nor draft"
         backend, model, spec, batch = self.backend, self.model, self.spec, len(tokens)
         self._check_tokens(tokens)
-        sparse = selection_config is not None and cache.cache_config.enabled
-        config = (
-            EpsConfig.over(cache.cache_config, selection_config) if sparse and selection_config is not None else None
-        )
+        config = None
+        if selection_config is not None and cache.cache_config.enabled:
+            config = EpsConfig.over(cache.cache_config, selection_config)
         wheres = table.wheres(cache.cache_config, config)
         reads, clock, observed_bytes = [], self._clock if self.timing else None, []
         pending: list[list[list[Array]]] = []  # [L][B]
@@ -181,18 +180,17 @@ class EvictingDecoder(Decoder):
             for sequence in table.sequences:
                 cache, rows_moved, units_freed = self._evict(cache, sequence)
                 moved, freed = moved + rows_moved, freed + units_freed
-        fallbacks = {} if config is None else _fallbacks(wheres, spec.num_kv_heads)
+        fallbacks = {}
         if config is not None:  # where everything was read, statistics are of what was read anyway
+            fallbacks = _fallbacks(wheres, spec.num_kv_heads)
             for stats, num_bytes in zip(layers, observed_bytes, strict=True):
                 stats.kv_bytes_read += num_bytes
-        layers, kv_bytes = (
-            [_by_head(one, batch, spec.num_kv_heads) for one in layers],
-            sum(one.kv_bytes_read for one in layers),
-        )
+        layers = [_by_head(one, batch, spec.num_kv_heads) for one in layers]
+        kv_bytes = sum(one.kv_bytes_read for one in layers)
         return cache, StepOutput(logits, kv_bytes, layers, fallbacks, eviction=Eviction(kept, moved, freed))
 
     def _observe(self, cache: Any, layer: int, q: Array, table: HeadTables) -> tuple[int, list[list[Array]]]:
-        """(bytes of K read, of each sequence what `Observed.told` must have) of queries q [B * Hkv, R, D]; nothing of
+        """(bytes of K read, of each sequence what `Observed.add` must have) of queries q [B * Hkv, R, D]; nothing of
         policies that do not ask for it."""
         if not self._watches:
             return 0, []
@@ -200,7 +198,7 @@ class EvictingDecoder(Decoder):
         for index, sequence in enumerate(table.sequences):
             observed, rows, keys = self._observed[sequence], np.arange(index * heads, (index + 1) * heads), []
             ages = [sequence.length - 1 - positions for positions in sequence.positions[layer]]
-            if observed.policy_spec.sums or observed.policy_spec.squares:
+            if observed.keeps_weights:
                 for row in rows:
                     length = int(table.lengths[layer][row])
                     keys.append(self.backend.read_kv(cache, layer, table.tables[layer][row], length)[0])
@@ -223,8 +221,7 @@ class EvictingDecoder(Decoder):
         keep = self.keep
         if not (keep.enabled and keep.every and keep.policy_spec.while_decoding):
             return cache, 0, 0
-        budget = self._budgets[sequence]
-        heads = self.spec.num_layers * self.spec.num_kv_heads
+        budget, heads = self._budgets[sequence], self.spec.num_layers * self.spec.num_kv_heads
         if sequence.num_rows < heads * (budget + keep.every):
             return cache, 0, 0
         observed, moved, freed = self._observed[sequence], 0, 0

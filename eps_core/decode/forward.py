@@ -103,8 +103,10 @@ class Decoder:
         spec: CacheSpec = cache.spec
         return spec
 
-    def quantised(self, bits: int) -> "Decoder":
-        """A decoder over the same caches with quantised weights, made once."""
+    def quantised(self, bits: int | None) -> "Decoder":
+        """A decoder over the same caches with quantised weights, made once; with None this one."""
+        if bits is None:
+            return self
         if bits not in self._quantised:
             self._quantised[bits] = Decoder(self.backend, self.model.quantised(bits))
         return self._quantised[bits]

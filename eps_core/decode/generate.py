@@ -20,7 +20,9 @@ from eps_core.errors import ConfigError
 from eps_core.kv_cache.pool import PagePool
 from eps_core.kv_cache.pool import Sequence as PagedSequence
 from eps_core.metrics.rounds import RoundRecord
-from eps_core.metrics.steps import AUDIT_FACTOR, Audit, StepRecord, audit_step, step_record
+from eps_core.metrics.steps import AUDIT_FACTOR, StepRecord, audit_step, step_record
+
+PREFILL_CHUNK = 512  # tokens
 
 
 def generate(
@@ -32,8 +34,7 @@ def generate(
     sampling: Sampling,
     selection_config: SelectionConfig | None = None,
     stop_tokens: Collection[int] = (),
-    prefill_chunk: int = 512,
-    on_prefill: Callable[[int, int, int], None] | None = None,
+    prefill_chunk: int = PREFILL_CHUNK,
     forced_tokens: Sequence[Sequence[int]] | None = None,
     keep_logits: bool = False,
     time_every: int = 0,
@@ -49,10 +50,10 @@ def generate(
     All but the last token of each prompt are prefilled densely, `prefill_chunk` at a time, sharing full pages with what
     the pool already holds; the last one starts the decode, so every new token comes from one sparse step, as
     `selection_config` says (None: dense). `forced_tokens` (one list a prompt) are fed instead of what the model says,
-    and end their sequence with them. `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every
-    `time_every`-th step is timed layer by layer (0: none). Every `audit_every`-th sparse step from the first on also
-    attends densely (0: none) and raises an alarm where an error bound was wrong, or an estimate by more than
-    `audit_factor`; with `audit_off` the steps after an alarm are dense, which `fallbacks` counts.
+    and end their sequence with them. Every `time_every`-th step is timed layer by layer (0: none). Every
+    `audit_every`-th sparse step from the first on also attends densely (0: none) and raises an alarm where an error
+    bound was wrong, or an estimate by more than `audit_factor`; with `audit_off` the steps after an alarm are dense,
+    which `fallbacks` counts.
 
     Sequences are freed when the generator ends, and its value is the cache to go on with: a prompt that is decoded
     again in it, with the same pool, finds its full pages. With `written`, sequences of the pool that hold all but the
@@ -64,9 +65,7 @@ def generate(
     own = written is None
     try:
         for index, prompt in enumerate(prompts if own else ()):
-            sequences[index], cache = prefill(
-                decoder, cache, pool, prompt[:-1], prefill_chunk, report_of(on_prefill, index)
-            )
+            sequences[index], cache = prefill(decoder, cache, pool, prompt[:-1], prefill_chunk)
         fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
         sparse = selection_config is not None and cache.cache_config.enabled
         alarmed = False
@@ -80,23 +79,16 @@ def generate(
             timed = bool(time_every) and step % time_every == 0
             audited = sparse and not alarmed and audit_every > 0 and step % audit_every == 0
             audited = audited and pool.lengths(running).min() > 0
+            read = None if alarmed else selection_config
             cache, output, spent = take_step(
-                decoder,
-                cache,
-                pool,
-                running,
-                [fed[i] for i in alive],
-                None if alarmed else selection_config,
-                timed,
-                audited,
+                decoder, cache, pool, running, [fed[i] for i in alive], read, timed, audited
             )
-            lengths = spent.lengths
             margins = []
             for row, index in enumerate(alive):
                 if forced_tokens is not None:
                     fed[index] = int(forced_tokens[index][step])
                 else:
-                    drawn = draw(output.logits[row], sampling, index, int(lengths[row]))
+                    drawn = draw(output.logits[row], sampling, index, int(spent.lengths[row]))
                     fed[index] = drawn.token
                     margins.append(drawn.margin)
             if sparse and alarmed:
@@ -104,8 +96,11 @@ def generate(
             audit = audit_step(output, audit_factor) if audited else None
             if audit is not None and audit.alarms and audit_off:
                 alarmed = True
-            said = [fed[index] for index in alive]
-            record = record_of(decoder, cache, step, alive, said, output, spent, selection_config, timed, audit)
+            record = step_record(
+                step, alive, [fed[index] for index in alive], spent.lengths.tolist(), output, decoder.spec_of(cache),
+                EpsConfig.over(cache.cache_config, selection_config), spent.decode_ms, spent.bytes_k_reread, timed,
+                audit,
+            )  # fmt: skip
             record.margins = margins
             if keep_logits:
                 record.logits = output.logits
@@ -136,16 +131,15 @@ def take_step(
     pool: Any,
     sequences: Sequence[Any],
     tokens: Sequence[int],
-    selection_config: SelectionConfig | None,
+    selection_config: SelectionConfig | None = None,
     timed: bool = False,
     audited: bool = False,
 ) -> tuple[Any, StepOutput, Spent]:
     """(cache, output, what it took) of one decode step that appends a token to each sequence; see `Decoder.step`."""
     slots = []
     for sequence, token in zip(sequences, tokens, strict=True):
-        new_slots, copies = pool.append(sequence, [token])
-        cache = _copied(decoder.backend, cache, copies)
-        slots.append(new_slots)
+        own, cache = append(decoder.backend, cache, pool, sequence, [token])
+        slots.append(own)
     lengths, decoder.timing = pool.lengths(sequences), timed
     reread_bytes = cache.bytes_k_reread
     started = time.perf_counter()
@@ -154,34 +148,6 @@ def take_step(
     )
     decode_ms = 1000 * (time.perf_counter() - started)
     return cache, output, Spent(lengths, decode_ms, cache.bytes_k_reread - reread_bytes)
-
-
-def record_of(
-    decoder: Decoder,
-    cache: Any,
-    step: int,
-    prompts: Sequence[int],
-    tokens: Sequence[int],
-    output: StepOutput,
-    spent: Spent,
-    selection_config: SelectionConfig | None,
-    timed: bool,
-    audit: Audit | None = None,
-) -> StepRecord:
-    """The record of a step after which `prompts` say `tokens` next."""
-    return step_record(
-        step,
-        prompts,
-        tokens,
-        [int(length) for length in spent.lengths],
-        output,
-        decoder.spec_of(cache),
-        EpsConfig.over(cache.cache_config, selection_config),
-        spent.decode_ms,
-        spent.bytes_k_reread,
-        timed,
-        audit,
-    )
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
@@ -199,17 +165,12 @@ def tokens_of(records: Sequence[StepRecord] | Sequence[RoundRecord], num_prompts
     return said
 
 
-def report_of(on_prefill: Callable[[int, int, int], None] | None, index: int) -> Callable[[int, int], None]:
-    """`on_prefill` of one prompt."""
-    return (lambda done, total: None) if on_prefill is None else lambda done, total: on_prefill(index, done, total)
-
-
 def prefill(
     decoder: Decoder,
     cache: Any,
     pool: PagePool,
     tokens: Sequence[int],
-    chunk_tokens: int,
+    chunk_tokens: int = PREFILL_CHUNK,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[PagedSequence, Any]:
     """(sequence, cache) with K and V of `tokens` in the cache, by dense attention; pages that the pool holds are not
@@ -232,7 +193,7 @@ def extend(
     pool: PagePool,
     sequence: PagedSequence,
     tokens: Sequence[int],
-    chunk_tokens: int = 512,
+    chunk_tokens: int = PREFILL_CHUNK,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Any:
     """The cache after `tokens` at the end of a sequence, each of which attends to all that is there. `report` as
@@ -245,14 +206,7 @@ def extend(
     return cache
 
 
-def append(
-    backend: Backend, cache: Any, pool: PagePool, sequence: PagedSequence, tokens: Sequence[int]
-) -> tuple[np.ndarray, Any]:
+def append(backend: Backend, cache: Any, pool: Any, sequence: Any, tokens: Sequence[int]) -> tuple[np.ndarray, Any]:
     """Slots [N] for `tokens` at the end of a sequence; a page shared with a fork is copied before it is written."""
     slots, copies = pool.append(sequence, tokens)
-    return slots, _copied(backend, cache, copies)
-
-
-def _copied(backend: Backend, cache: Any, copies: Sequence[tuple[int, int]]) -> Any:
-    """The cache after unit copies [(src, dst)]."""
-    return backend.copy_units(cache, *zip(*copies, strict=True)) if copies else cache
+    return slots, backend.copy_units(cache, *zip(*copies, strict=True)) if copies else cache

@@ -42,14 +42,9 @@ class HeadPolicy:
     head_modes: tuple[tuple[str, ...], ...]  # [L][Hkv], as EpsConfig.head_modes
 
 
-def head_modes(policy: HeadPolicy) -> tuple[tuple[str, ...], ...]:
-    """Return the mode of each kv head under `--eps-heads retrieval`, [L][Hkv]: retrieval heads are read sparsely,
-    streaming heads and the layers that are not sparse stay dense."""
-    return policy.head_modes
-
-
 def modes_of(classes: tuple[tuple[str, ...], ...], dense_layers: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
-    """The rule behind `head_modes`: classes [L][Hkv]."""
+    """Return the mode of each kv head under `--eps-heads retrieval`, [L][Hkv], of classes [L][Hkv]: retrieval heads
+    are read sparsely, streaming heads and the layers that are not sparse stay dense."""
     return tuple(
         tuple("gate" if kind == "retrieval" and layer not in dense_layers else "dense" for kind in heads)
         for layer, heads in enumerate(classes)

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import AS_THEY_ARE, FormatName, KvFormats
@@ -44,6 +44,18 @@ class Piece(str):
         piece = super().__new__(cls, text)
         piece.tokens, piece.result = tuple(tokens), result
         return piece
+
+
+class _Options(TypedDict, total=False):
+    """The keywords of `LLM.generate`, which has their defaults."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    stop: str | Sequence[str]
+    seed: int
+    chat: bool
+    ignore_eos: bool
 
 
 class LLM:
@@ -124,31 +136,11 @@ class LLM:
         return self.session.tokenizer
 
     @overload
-    def generate(
-        self,
-        prompts: Prompt,
-        *,
-        max_new_tokens: int = ...,
-        temperature: float = ...,
-        top_p: float = ...,
-        stop: str | Sequence[str] = ...,
-        seed: int = ...,
-        chat: bool = ...,
-        ignore_eos: bool = ...,
-    ) -> Generation: ...
+    def generate(self, prompts: Prompt, **options: Unpack[_Options]) -> Generation: ...
 
     @overload
     def generate(
-        self,
-        prompts: list[str] | list[list[int]] | list[Prompt],
-        *,
-        max_new_tokens: int = ...,
-        temperature: float = ...,
-        top_p: float = ...,
-        stop: str | Sequence[str] = ...,
-        seed: int = ...,
-        chat: bool = ...,
-        ignore_eos: bool = ...,
+        self, prompts: list[str] | list[list[int]] | list[Prompt], **options: Unpack[_Options]
     ) -> list[Generation]: ...
 
     def generate(

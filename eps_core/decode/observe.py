@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from eps_core.attention.protocol import Array, Backend
-from eps_core.errors import require
+from eps_core.errors import ConfigError
 from eps_core.eviction.base import Head, PolicySpec
 from eps_core.models.rope import attention_factor, inverse_frequencies
 from eps_core.models.spec import ModelSpec
@@ -36,9 +36,12 @@ class Observed:
         self.frequencies = inverse_frequencies(spec)
         layers, heads = range(spec.num_layers), range(spec.num_kv_heads)
         self._repeat = spec.num_heads // spec.num_kv_heads
-        # [L][H] of [R, T]: what all queries so far gave to each row
-        self._sums = [[np.zeros((self._repeat, 0)) for _ in heads] for _ in layers]
-        self._squares = [[np.zeros((self._repeat, 0)) for _ in heads] for _ in layers]
+        # of each power that is asked for [L][H] of [R, T]: what all queries so far gave to each row
+        self._given = {
+            power: [[np.zeros((self._repeat, 0)) for _ in heads] for _ in layers]
+            for power, asked in (("sums", policy_spec.sums), ("squares", policy_spec.squares))
+            if asked
+        }
         # [L] of [W, Hq, D] float32: the last queries
         self._queries = [np.zeros((0, spec.num_heads, spec.head_dim), np.float32) for _ in layers]
         self._pairs = [np.zeros((spec.num_heads, spec.head_dim // 2), np.complex128) for _ in layers]
@@ -50,10 +53,7 @@ class Observed:
     def of(self, policy_spec: PolicySpec) -> "Observed":
         """As if only these had been asked for; the two go their own ways."""
         one = Observed(self.backend, self.spec, policy_spec)
-        if policy_spec.sums:
-            one._sums = [list(layer) for layer in self._sums]
-        if policy_spec.squares:
-            one._squares = [list(layer) for layer in self._squares]
+        one._given = {power: [list(layer) for layer in self._given[power]] for power in one._given}
         one._queries = [q[len(q) - min(len(q), policy_spec.window) :] for q in self._queries]
         one._pairs, one._moduli = [pairs.copy() for pairs in self._pairs], [moduli.copy() for moduli in self._moduli]
         one._seen, one.future, one.num_prompt = list(self._seen), self.future, self.num_prompt
@@ -62,16 +62,16 @@ class Observed:
     def prompt(self, cache: Any, layer: int, q: Array, k: Array, length: int) -> None:
         """As `Watcher` has it."""
         num = len(q)
-        if self.policy_spec.sums or self.policy_spec.squares:
+        if self.keeps_weights:
             for start in range(0, num, QUERY_ROWS):
                 rows = np.arange(start, min(start + QUERY_ROWS, num))
                 seen = np.arange(length) <= (length - num + rows)[:, None]
                 given = self.backend.weights(cache, self.backend.take(cache, q, rows), k, seen)
                 ages = (length - num + rows)[:, None] - np.arange(length)
                 given = self.backend.to_host(cache, [one.sum(axis=2) for one in self._powers(cache, given, ages)])
-                for into, of_heads in zip(self._totals, given, strict=True):
+                for power, of_heads in zip(self._given, given, strict=True):
                     for head, values in enumerate(of_heads):
-                        self._grow(into, layer, head, values)
+                        self._grow(power, layer, head, values)
         if self._keeps_queries:
             keep = min(num, self.policy_spec.window) if not self.policy_spec.query_moments else num
             (last,) = self.backend.to_host(cache, [self.backend.take(cache, q, np.arange(num - keep, num))])
@@ -91,45 +91,37 @@ class Observed:
     def add(self, layer: int, values: list[np.ndarray], length: int) -> None:
         """The values of `step`, on the host; `length` tokens so far."""
         found = iter(values)
-        if self.policy_spec.sums or self.policy_spec.squares:
+        if self.keeps_weights:
             for head in range(self.spec.num_kv_heads):
-                for into in self._totals:
-                    self._grow(into, layer, head, next(found)[0])
+                for power in self._given:
+                    self._grow(power, layer, head, next(found)[0])
         if self._keeps_queries:
             q = next(found).astype(np.float32)
             self._remember(layer, q.reshape(1, self.spec.num_heads, self.spec.head_dim), length)
 
     @property
+    def keeps_weights(self) -> bool:
+        """Whether it sums up what queries gave to rows."""
+        return bool(self._given)
+
+    @property
     def _keeps_queries(self) -> bool:
         return self.policy_spec.window > 0 or self.policy_spec.query_moments
 
-    def _own(self, cache: Any, q: np.ndarray, head: int) -> Array:
-        """The queries [N, R, D] of one kv head, on the device."""
-        part = q[:, head * self._repeat : (head + 1) * self._repeat]
-        return self.backend.from_numpy(np.ascontiguousarray(part), "float32", cache.device)
-
-    @property
-    def _totals(self) -> list[list[list[np.ndarray]]]:
-        """Return the sums that `_powers` are added to, in their order."""
-        return [
-            *([self._sums] if self.policy_spec.sums else []),
-            *([self._squares] if self.policy_spec.squares else []),
-        ]
-
     def _powers(self, cache: Any, given: Array, ages: np.ndarray) -> list[Array]:
-        """Weights, and their squares, as far as they are asked for: of N queries whose distances to T rows are `ages`
-        [N, T]."""
+        """Weights, and their squares, as `_given` has them: of N queries with distances `ages` [N, T] to T rows."""
         found = [given] if self.policy_spec.sums else []
         if self.policy_spec.squares:
             counts = (ages >= self.policy_spec.buffer).astype(np.float32)
             found.append(given * given * self.backend.from_numpy(counts, "float32", cache.device))
         return found
 
-    def _grow(self, into: list[list[np.ndarray]], layer: int, head: int, values: np.ndarray) -> None:
+    def _grow(self, power: str, layer: int, head: int, values: np.ndarray) -> None:
         """Adds what rows [R, T] were given to what the first of them, all that there were, were given before."""
+        heads = self._given[power][layer]
         grown = np.zeros((self._repeat, values.shape[1]))
-        grown[:, : into[layer][head].shape[1]] = into[layer][head]
-        into[layer][head] = grown + values
+        grown[:, : heads[head].shape[1]] = heads[head]
+        heads[head] = grown + values
 
     def _remember(self, layer: int, q: np.ndarray, length: int) -> None:
         """Queries [N, Hq, D] of the last N tokens."""
@@ -152,7 +144,7 @@ class Observed:
         heads = slice(head * self._repeat, (head + 1) * self._repeat)
         if policy_spec.window:
             q = self._queries[layer]
-            own = self._own(cache, q, head)
+            own = self.backend.from_numpy(np.ascontiguousarray(q[:, heads]), "float32", cache.device)
             seen = np.less_equal(positions, np.arange(length - len(q), length)[:, None])
             # a query from before the first row that is left has nothing to give: it counts for nothing
             some = seen.any(axis=1)
@@ -163,10 +155,7 @@ class Observed:
         if policy_spec.keys:
             (keys,) = self.backend.to_host(cache, [k])
             kept["keys"] = keys[:, 0].astype(np.float32)
-        if policy_spec.sums:
-            kept["sums"] = self._sums[layer][head]
-        if policy_spec.squares:
-            kept["squares"] = self._squares[layer][head]
+        kept |= {power: of_layers[layer][head] for power, of_layers in self._given.items()}
         if policy_spec.query_moments:
             count = max(self._seen[layer], 1)
             kept["query_mean"] = self._pairs[layer][heads] / count
@@ -174,16 +163,15 @@ class Observed:
         if policy_spec.query_moments or policy_spec.keys:
             kept["frequencies"] = self.frequencies
         if policy_spec.future:
-            require(
-                self.future is not None,
-                "policy oracle keeps what queries to come ask for, which an evaluation alone knows: choose another",
-            )
-            assert self.future is not None
+            if self.future is None:
+                raise ConfigError(
+                    "policy oracle keeps what queries to come ask for, which an evaluation alone knows: choose another"
+                )
             kept["future"] = self.future[layer][head][:, positions]
         return Head(positions=positions, length=length, prompt=self.num_prompt, **kept)
 
     def evicted(self, layer: int, head: int, order: np.ndarray) -> None:
         """A head's rows are now those that were `order` [n]."""
-        for kept in (self._sums, self._squares):
+        for kept in self._given.values():
             if kept[layer][head].shape[1]:
                 kept[layer][head] = kept[layer][head][:, order]

@@ -18,28 +18,14 @@ def draft_audit(
     steps' logits [V] of every sequence, logits [T, V] and unread shares [L, T, Hkv] the pass's. The fields of
     `RoundRecord`.
     """
-    most = max(len(one) for one in drafts)
-    kl: list[list[float]] = [[] for _ in range(most)]
-    tv: list[list[float]] = [[] for _ in range(most)]
-    shares: list[list[float]] = [[] for _ in range(most)]
+    found: list[list[tuple[float, float, float]]] = [[] for _ in range(max(len(one) for one in drafts))]
     for first, own in zip(rows.starts.tolist(), drafts, strict=False):
-        if not own:
-            continue
-        values = divergences(logits[first : first + len(own)], np.array(own))
-        for depth in range(len(own)):
-            kl[depth].append(float(values[0][depth]))
-            tv[depth].append(float(values[1][depth]))
-            if unread is not None:
-                shares[depth].append(float(unread[:, first + depth].mean()))
-
-    def means(by: list[list[float]]) -> list[float]:
-        return [float(np.mean(one)) for one in by]
-
-    return {
-        "audit_kl": means(kl),
-        "audit_tv": means(tv),
-        "skipped_mass_true_max": None if unread is None else means(shares),
-    }
+        if own:
+            values = divergences(logits[first : first + len(own)], np.array(own))
+            for depth, (kl, tv) in enumerate(zip(*values, strict=True)):
+                found[depth].append((kl, tv, 0.0 if unread is None else float(unread[:, first + depth].mean())))
+    kls, tvs, shares = ([float(np.mean([one[i] for one in depth])) for depth in found] for i in range(3))
+    return {"audit_kl": kls, "audit_tv": tvs, "skipped_mass_true_max": None if unread is None else shares}
 
 
 def round_record(

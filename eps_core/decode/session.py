@@ -120,14 +120,12 @@ class Session:
     @cached_property
     def decoder(self) -> Decoder:
         full = load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
-        bits = WEIGHT_BITS[self.weights]
-        return full if bits is None else full.quantised(bits)
+        return full.quantised(WEIGHT_BITS[self.weights])
 
     def drafter(self, verify: SpeculativeConfig) -> Decoder:
         """Return the decoder of the drafts of verified decoding: the session's, or one over the same caches with
         quantised weights, made once."""
-        bits = WEIGHT_BITS[verify.weights]
-        return self.decoder if bits is None else self.decoder.quantised(bits)
+        return self.decoder.quantised(WEIGHT_BITS[verify.weights])
 
     def load(self, verify: SpeculativeConfig = UNVERIFIED) -> None:
         """Reads the weights now, and makes what `verify` drafts with, while nothing is decoded or written yet. Raises

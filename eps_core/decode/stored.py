@@ -33,7 +33,6 @@ from eps_core.summaries.keys import CENTRE_TOKENS
 FORMAT_VERSION = 5  # raised when a summary says something else, too: 5 since keys are rotated twice
 METADATA_KEY = "eps_prompt"
 _DIGESTS = "weights.json"  # of the cache folder: content hashes of weights that were hashed before
-_CHUNK_BYTES = 2**24
 
 
 @dataclass
@@ -196,8 +195,7 @@ def weights_digest(path: Path) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for file in files:
             with open(file, "rb") as opened:
-                while chunk := opened.read(_CHUNK_BYTES):
-                    digest.update(chunk)
+                hashlib.file_digest(opened, lambda: digest)
         known[key] = digest.hexdigest()
         if folder is not None:
             caches.keep(folder / _DIGESTS, json.dumps(known).encode())

@@ -7,6 +7,7 @@ accepted is written.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from eps_core.config.selection import SelectionConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.accept import Said, accept
 from eps_core.decode.forward import Decoder
-from eps_core.decode.generate import append, check_prompts, prefill, report_of
+from eps_core.decode.generate import check_prompts, prefill, take_step
 from eps_core.decode.pace import Pace
 from eps_core.decode.round_records import draft_audit, round_record
 from eps_core.decode.sampling import Sampling, draw, drawable
@@ -68,10 +69,10 @@ class Verifier:
     def round(self, sequences: dict[int, PagedSequence], fed: dict[int, int], room: dict[int, int]) -> RoundRecord:
         """One round of sequences by prompt number: `fed` is the token of each that is not in the cache yet and becomes
         its last one, `room` how many more it may say. The sequences grow by what they said, the last token excepted."""
-        started, fallbacks = self.clock(), dict[str, int]()
+        started, fallbacks = self.clock(), Counter[str]()
         self.pace.saw_load(len(sequences), sum(one.length for one in sequences.values()))
         gamma = self.pace.next()
-        wanted = {index: self._wanted(index, gamma, sequences, room, fallbacks) for index in sorted(sequences)}
+        wanted = {i: self._wanted(gamma, sequences[i].length, room[i], fallbacks) for i in sorted(sequences)}
         parts = self._reserve(sequences, wanted, fallbacks) if any(wanted.values()) else None
         reread_bytes = self.cache.bytes_k_reread
         if parts is None:
@@ -79,7 +80,7 @@ class Verifier:
         else:
             record = self._drafted_round(sequences, fed, parts, fallbacks)
         record.bytes_k_reread = self.cache.bytes_k_reread - reread_bytes
-        record.step, record.gamma, record.fallbacks = self.num_rounds, gamma, fallbacks
+        record.step, record.gamma, record.fallbacks = self.num_rounds, gamma, dict(fallbacks)
         record.round_ms = 1000 * (self.clock() - started)
         record.check()
         self.num_rounds += 1
@@ -87,29 +88,15 @@ class Verifier:
 
     # ---- before ----
 
-    def _wanted(
-        self,
-        index: int,
-        gamma: int,
-        sequences: dict[int, PagedSequence],
-        room: dict[int, int],
-        fallbacks: dict[str, int],
-    ) -> int:
-        """Drafts for one sequence, and why fewer than asked."""
-        if not gamma:
+    def _wanted(self, gamma: int, length: int, room: int, fallbacks: Counter[str]) -> int:
+        """Drafts for one sequence of `length` tokens, and why fewer than asked."""
+        if gamma and (length + 1 < self.min_context or not length):
+            fallbacks["min_context" if length + 1 < self.min_context else "empty"] += 1
             return 0
-        reason = None
-        if sequences[index].length + 1 < self.min_context:
-            reason = "min_context"
-        elif not sequences[index].length:
-            reason = "empty"
-        if reason is not None:
-            fallbacks[reason] = fallbacks.get(reason, 0) + 1
-            return 0
-        return min(gamma, room[index] - 1)
+        return min(gamma, room - 1) if gamma else 0
 
     def _reserve(
-        self, sequences: dict[int, PagedSequence], wanted: dict[int, int], fallbacks: dict[str, int]
+        self, sequences: dict[int, PagedSequence], wanted: dict[int, int], fallbacks: Counter[str]
     ) -> list[_Drafted] | None:
         """Slots for the drafts and one token more of each sequence; None, and nothing held, where the pool has too
         few: a dense step may still do."""
@@ -123,7 +110,7 @@ class Verifier:
                 self._copy(copies)  # the tables name the copies from here on
                 for part in parts:
                     self.pool.release(sequences[part.index])
-                fallbacks["pool"] = fallbacks.get("pool", 0) + 1
+                fallbacks["pool"] += 1
                 return None
             copies += more
             parts.append(_Drafted(index, sequence.length, drafts, slots))
@@ -137,36 +124,28 @@ class Verifier:
     # ---- without drafts ----
 
     def _dense_round(self, sequences: dict[int, PagedSequence], fed: dict[int, int]) -> RoundRecord:
-        alive = sorted(sequences)
-        slots = []
-        for index in alive:
-            own, self.cache = append(self.decoder.backend, self.cache, self.pool, sequences[index], [fed[index]])
-            slots.append(own)
-        running = [sequences[index] for index in alive]
-        lengths = self.pool.lengths(running)
-        started = self.clock()
-        self.cache, output = self.decoder.step(
-            self.cache, np.array([fed[i] for i in alive]), np.concatenate(slots), self.pool.table(running), lengths
+        alive, started = sorted(sequences), self.clock()
+        self.cache, output, spent = take_step(
+            self.decoder, self.cache, self.pool, [sequences[i] for i in alive], [fed[i] for i in alive]
         )
-        verify_ms = 1000 * (self.clock() - started)
+        lengths = spent.lengths.tolist()
         said = [
-            accept(output.logits[row : row + 1], (), self.sampling, index, int(lengths[row]), self.stop)
+            accept(output.logits[row : row + 1], (), self.sampling, index, lengths[row], self.stop)
             for row, index in enumerate(alive)
         ]
         if self.num_rounds:
             self.pace.saw_cost("dense", 1000 * (self.clock() - started))
         return round_record(
-            self.cache.spec, alive, [0] * len(alive), said, [int(length) - 1 for length in lengths],
-            bytes_kv_verify=output.kv_bytes_read, verify_ms=verify_ms, **self._weights(0, 1),
+            self.cache.spec, alive, [0] * len(alive), said, [length - 1 for length in lengths],
+            bytes_kv_verify=output.kv_bytes_read, verify_ms=spent.decode_ms, **self._weights(0),
         )  # fmt: skip
 
     # ---- with drafts ----
 
     def _drafted_round(
-        self, sequences: dict[int, PagedSequence], fed: dict[int, int], parts: list[_Drafted], fallbacks: dict[str, int]
+        self, sequences: dict[int, PagedSequence], fed: dict[int, int], parts: list[_Drafted], fallbacks: Counter[str]
     ) -> RoundRecord:
-        running = [sequences[part.index] for part in parts]
-        table = self.pool.table(running)
+        table = self.pool.table([sequences[part.index] for part in parts])
         try:
             started = self.clock()
             outputs = self._draft(parts, fed, table, fallbacks)
@@ -179,12 +158,15 @@ class Verifier:
             lengths = np.array([part.length for part in parts]) + num_rows
             rows = Rows.of(table, lengths, num_rows)
             started = self.clock()
-            done = self._verify(parts, fed, rows, outputs)
-            logits = done.logits
+            tokens = [token for part in parts for token in (fed[part.index], *part.tokens)]
+            slots = np.concatenate([part.slots for part in parts])
+            self.cache, done = self.decoder.verify(
+                self.cache, np.array(tokens), slots, rows, self._visited(parts, outputs)
+            )
             verify_ms = 1000 * (self.clock() - started)
             said = [
                 accept(own, part.tokens, self.sampling, part.index, part.length + 1, self.stop)
-                for part, own in zip(parts, np.split(logits, rows.starts[1:-1]), strict=True)
+                for part, own in zip(parts, np.split(done.logits, rows.starts[1:-1]), strict=True)
             ]  # fmt: skip
             self._commit(parts, sequences, fed, said, rows, done)
         except BaseException:
@@ -192,7 +174,7 @@ class Verifier:
                 self.pool.release(sequences[part.index])
             raise
         drafted = [len(part.tokens) for part in parts]
-        audit = draft_audit([part.logits for part in parts], logits, rows, done.unread)
+        audit = draft_audit([part.logits for part in parts], done.logits, rows, done.unread)
         # what a round pays for the pass: drawing, writing and the audit, whole vocabularies on the host, included
         pass_ms = 1000 * (self.clock() - started)
         if any(drafted):
@@ -206,11 +188,11 @@ class Verifier:
             bytes_summary_draft=sum(layer.summary_bytes_read for output in outputs for layer in output.layers),
             bytes_kv_verify=done.kv_bytes_read, draft_ms=draft_ms, verify_ms=verify_ms,
             rolled_back=int(num_rows.sum()) - sum(len(one.tokens) for one in said),
-            **audit, **self._weights(len(outputs), 1),
+            **audit, **self._weights(len(outputs)),
         )  # fmt: skip
 
     def _draft(
-        self, parts: list[_Drafted], fed: dict[int, int], table: np.ndarray, fallbacks: dict[str, int]
+        self, parts: list[_Drafted], fed: dict[int, int], table: np.ndarray, fallbacks: Counter[str]
     ) -> list[StepOutput]:
         """Fills `tokens` and `logits` of the parts, a sparse step at a time; a sequence leaves at a stop token, or
         where its logits are not finite."""
@@ -232,7 +214,7 @@ class Verifier:
             for row, part in enumerate(now):
                 logits = output.logits[row]
                 if not drawable(logits):
-                    fallbacks["non_finite"] = fallbacks.get("non_finite", 0) + 1
+                    fallbacks["non_finite"] += 1
                     continue
                 token = draw(logits, self.sampling, part.index, int(lengths[row])).token
                 part.tokens.append(token)
@@ -241,15 +223,6 @@ class Verifier:
                 if token in self.stop:
                     part.wanted = depth + 1
         return outputs
-
-    def _verify(
-        self, parts: list[_Drafted], fed: dict[int, int], rows: Rows, outputs: list[StepOutput]
-    ) -> VerifyOutput:
-        """The dense pass of all rows."""
-        tokens = [token for part in parts for token in (fed[part.index], *part.tokens)]
-        slots = np.concatenate([part.slots for part in parts])
-        self.cache, done = self.decoder.verify(self.cache, np.array(tokens), slots, rows, self._visited(parts, outputs))
-        return done
 
     def _visited(self, parts: list[_Drafted], outputs: list[StepOutput]) -> list[list[tuple[Selection, int] | None]]:
         """Return, of each layer and row, what the draft of its token selected; nothing where drafts do not say."""
@@ -277,10 +250,10 @@ class Verifier:
         for part, one in zip(parts, said, strict=True):
             self.pool.commit(sequences[part.index], [fed[part.index], *one.tokens[:-1]])
 
-    def _weights(self, drafts: int, verifies: int) -> dict[str, int]:
-        """Return the bytes that so many passes over the drafter's and the decoder's weights read."""
-        num_bytes = drafts * self.drafter.model.weight_bytes + verifies * self.decoder.model.weight_bytes
-        return {"weight_passes": drafts + verifies, "bytes_weights": num_bytes}
+    def _weights(self, drafts: int) -> dict[str, int]:
+        """Return the bytes of weights that so many draft steps and one dense pass read."""
+        num_bytes = drafts * self.drafter.model.weight_bytes + self.decoder.model.weight_bytes
+        return {"weight_passes": drafts + 1, "bytes_weights": num_bytes}
 
 
 def verified(
@@ -293,11 +266,8 @@ def verified(
     selection_config: SelectionConfig,
     verify: SpeculativeConfig,
     stop_tokens: Collection[int] = (),
-    prefill_chunk: int = 512,
-    on_prefill: Callable[[int, int, int], None] | None = None,
     written: Sequence[PagedSequence] | None = None,
     drafter: Decoder | None = None,
-    clock: Callable[[], float] = time.perf_counter,
     ended: Container[int] = (),
 ) -> Generator[RoundRecord, None, Any]:
     """`generate` whose text is the dense one, a round at a time: `selection_config` says how drafts read the cache,
@@ -308,10 +278,8 @@ def verified(
     own = written is None
     try:
         for index, prompt in enumerate(prompts if own else ()):
-            sequences[index], cache = prefill(
-                decoder, cache, pool, prompt[:-1], prefill_chunk, report_of(on_prefill, index)
-            )
-        run = Verifier(decoder, cache, pool, sampling, selection_config, verify, stop_tokens, drafter, clock)
+            sequences[index], cache = prefill(decoder, cache, pool, prompt[:-1])
+        run = Verifier(decoder, cache, pool, sampling, selection_config, verify, stop_tokens, drafter)
         fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
         room = dict.fromkeys(sequences, max_new_tokens)
         while max_new_tokens and sequences:

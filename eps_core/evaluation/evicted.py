@@ -1,10 +1,10 @@
 """The caches of an `eps-proto run --kv-evict`: whole prompts for its dense side, what a policy keeps for the others."""
 
 import time
+from functools import partial
 
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.decode.evicting import evicting, evicting_spec
-from eps_core.decode.generate import report_of
 from eps_core.decode.observe import Observed
 from eps_core.evaluation.prefilled import Caches, Held, Job, OnPrefill, Prefilled
 from eps_core.evaluation.runner import Document
@@ -32,7 +32,7 @@ class EvictedCaches(Caches):
         held: Prefilled = {name: _Held(cache, pools, decoder=decoder) for name in ("eps", "kl")}
         for index, one in enumerate(job.documents):
             observed = Observed(session.backend, session.spec, request.keep.policy_spec)
-            prefix = session.prefix(one.prompt[:-1], request.prefill_chunk, observed, report_of(on_prefill, index))
+            prefix = session.prefix(one.prompt[:-1], request.prefill_chunk, observed, partial(on_prefill, index))
             if job.both:
                 if not index:  # late: the prefill has released its own cache
                     held["dense"] = Held(*job.dense.cache(*job.room(job.dense_store)))

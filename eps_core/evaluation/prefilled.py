@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.formats import outcome_label
 from eps_core.decode.cost import Cost
 from eps_core.decode.forward import Decoder
-from eps_core.decode.generate import prefill, report_of
+from eps_core.decode.generate import prefill
 from eps_core.decode.prefix import without_summaries
 from eps_core.decode.session import Session
 from eps_core.decode.stored import StoredPrompts
@@ -139,7 +140,7 @@ def _fill(job: Job, held: Held, on_prefill: Callable[[int, int, int], None]) -> 
     for index, prompt in enumerate(prompts):
         sequence, held.cache = prefill(
             job.session.decoder, held.cache, held.pool, prompt[:-1], job.request.prefill_chunk,
-            report_of(on_prefill, index),
+            partial(on_prefill, index),
         )  # fmt: skip
         held.written.append(sequence)
     held.ms = 1000 * (time.perf_counter() - started)

@@ -130,10 +130,9 @@ def decode(
     if verify.enabled and selection_config is not None and cache.cache_config.enabled:
         assert documents[0].forced is None, "a verified decode says what it says: it cannot be forced"
         session.check_kernels(cache.cache_config, verified=True)
-        known = {name: more[name] for name in ("prefill_chunk", "on_prefill", "written") if name in more}
         rounds = verified(
             decoder or session.decoder, cache, pool, prompts, num_steps, sampling, selection_config, verify, stop,
-            drafter=session.drafter(verify), **known,
+            drafter=session.drafter(verify), written=more.get("written"),
         )  # fmt: skip
         return outcome, _drain(rounds, outcome.rounds, outcome.said, stop, on_record)
     forced = None

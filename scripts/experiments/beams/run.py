@@ -24,7 +24,7 @@ from eps_core.cli.numbers import TOKENS, argument
 from eps_core.config.eps import EpsConfig
 from eps_core.config.selection import SelectionConfig
 from eps_core.decode.forward import Decoder
-from eps_core.decode.generate import check_prompts, prefill, record_of, take_step
+from eps_core.decode.generate import check_prompts, prefill, take_step
 from eps_core.decode.sampling import check_logits
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
@@ -128,7 +128,10 @@ def search(
                 left += _part(pool, [live[row] for row in rows], on)
             live = left
             by = [prompt for prompt, _ in said], [token for _, token in said]
-            yield record_of(decoder, cache, step, *by, output, spent, selection_config, False)
+            yield step_record(
+                step, *by, spent.lengths.tolist(), output, decoder.spec_of(cache),
+                EpsConfig.over(cache.cache_config, selection_config), spent.decode_ms, spent.bytes_k_reread, False,
+            )  # fmt: skip
         found.hypotheses = [sorted(texts, key=lambda text: -text.score)[:width] for texts in ended]
         return cache
     finally:
