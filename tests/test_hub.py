@@ -212,17 +212,6 @@ def test_only_what_is_needed_is_fetched(hub: Callable, model: Path, tmp_path: Pa
     assert again.returncode == 0 and not again.stderr, again.stderr
 
 
-def test_an_unsupported_model_is_refused_before_its_weights_come(hub: Callable, model: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(model, tmp_path / "gpt")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    served, environment = hub(files=other)
-    done = call("run", "--model", NAME, "--prompt", "abc", env=environment)
-    assert done.returncode == 2 and "model_type 'gpt2'" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-    assert not [path for path in served.asked if path.endswith(".safetensors")]
-
-
 # the library tries again what a server fails at, after half a minute of waits in all
 WITHOUT_WAITS = "import time; time.sleep = lambda seconds: None\nfrom eps_core.cli.main import main; main()"
 
@@ -270,6 +259,7 @@ def test_folders_need_no_hub(model: Path) -> None:
         ({"adapter_config.json": b'{"peft_type": "LORA"}'}, ("LORA adapter", "no model of its own")),
         ({"model-Q4_K_M.gguf": b"GGUF"}, ("config.json is missing", "'model-Q4_K_M.gguf'", "GGUF")),
         ({"config.json": b"{}", "adapter_config.json": b"{}"}, ("adapter", "beside base weights")),
+        ({"config.json": b'{"model_type": "gpt2"}', "model.safetensors": b"weights"}, ("model_type 'gpt2'",)),
     ],
 )
 def test_a_repository_of_something_else_is_named_before_its_weights_come(

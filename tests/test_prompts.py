@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import call, lines_of, outcome, refused
+from command import call, last, lines_of, outcome, refused
 from test_cli import PROGRESS, PROMPT, RESULT_KEYS
 
 from eps_core.config.eps import EpsConfig
@@ -150,9 +150,7 @@ def test_one_final_newline_of_a_file_is_no_part_of_the_prompt(
     run = ["run", "--model", str(model), "--backend", "numpy", "--max-new-tokens", "1"]
 
     def tokens(*more: str, stdin: str = "") -> int:
-        done = outcome([*run, *more], tmp_path, stdin)
-        assert done.code == 0, done.err
-        return int(json.loads(done.out.splitlines()[-1])["prompt_tokens"])
+        return int(last(outcome([*run, *more], tmp_path, stdin))["prompt_tokens"])
 
     assert tokens("--prompt-file", "p.txt") == tokens("--prompt-file", "-", stdin=ENDS[name]) == left
     assert tokens("--prompt-file", "p.txt", "--keep-newline") == kept

@@ -1,7 +1,6 @@
 """Verified decoding with 4-bit drafts, end to end: the dense text, one drafter, what of weights is read, and refusals
 that come before anything is decoded or written."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from command import outcome
+from command import last as last_line
+from command import lines_of, outcome, refused
 
 from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
@@ -122,14 +122,13 @@ def command_of(target: tuple, path: Path, folder: Path, *more: object) -> list[s
 @pytest.mark.parametrize("weights", ["full", "8bit"])
 def test_a_run_reports_acceptance_and_bytes_of_weights(target: tuple, saved, weights: str, tmp_path: Path) -> None:
     done = outcome(command_of(target, saved("llama2"), tmp_path, "--weights", weights), tmp_path)
-    assert done.code in (None, 0), done.err
+    result = last_line(done)
     assert "drafted with 4bit weights" in done.out
     assert (", 8bit weights in decode steps" in done.out) == (weights == "8bit")
-    result = json.loads(done.out.splitlines()[-1])
     eps = result["eps"]
     assert result["weights"] == weights
     assert result["tokens_equal"] and eps["verify"]["weights"] == "4bit" and 0 < eps["acceptance"] <= 1
-    first, *rounds, last = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, *rounds, last = lines_of(tmp_path / "metrics.jsonl")
     assert (
         first["weights"] == weights
         and first["verify"]["weights"] == "4bit"
@@ -196,24 +195,22 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_refused(target: tuple, path: Path, folder: Path, words: str) -> None:
     """`run`, `evaluate` and `LLM` are refused in one line that says `words`; nothing is written."""
-    before = sorted(folder.iterdir())
     backend, device = target
     evaluate = [
         "evaluate", "--backend", backend_name(backend), "--device", device, "--model", path, "--method", "rq",
         "--tasks", "niah_single", "--context", 400, "--samples", 1, "--text-steps", 0, "-o", folder / "quality.jsonl",
         "--eps-verify", "tokens", "--eps-draft-weights", "4bit",
     ]  # fmt: skip
-    for line in (command_of(target, path, folder), [str(word) for word in evaluate]):
-        done = outcome(line, folder)
-        assert done.code not in (None, 0) and done.out == ""
-        assert words in done.err and "use full weights" in done.err and done.err.count("\n") == 1, done.err
-        assert sorted(folder.iterdir()) == before
+    for line in (command_of(target, path, folder), evaluate):
+        refused(line, folder, f"{words}: use full weights")
     with pytest.raises(ConfigError, match=words):
         tiny_models.open_llm(target, path, speculative=FOUR_BITS, **RQ)
 
 
 def test_torch_on_a_gpu_is_refused_before_the_first_token(saved, on_a_gpu, forbidden, tmp_path: Path) -> None:
-    assert_refused((load_backend("cuda"), "cpu"), saved("llama2"), tmp_path, "need the CPU in Torch")
+    assert_refused(
+        (load_backend("cuda"), "cpu"), saved("llama2"), tmp_path, "need the CPU in Torch, and the model is on cuda"
+    )
 
 
 def test_layers_too_narrow_are_refused_before_the_first_token(target, narrow, forbidden, tmp_path: Path) -> None:
@@ -222,5 +219,4 @@ def test_layers_too_narrow_are_refused_before_the_first_token(target, narrow, fo
 
 def test_full_drafts_of_a_narrow_model_run(target: tuple, narrow: Path, tmp_path: Path) -> None:
     done = outcome([*command_of(target, narrow, tmp_path), "--eps-draft-weights", "full"], tmp_path)
-    assert done.code in (None, 0), done.err
-    assert json.loads(done.out.splitlines()[-1])["tokens_equal"]
+    assert last_line(done)["tokens_equal"]

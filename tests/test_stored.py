@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from command import outcome
+from command import last, lines_of, outcome
 
 from eps_core import LLM
 from eps_core.decode import stored as stored_module
@@ -270,10 +270,8 @@ def test_the_command_tells_what_it_loaded(model: Path, tmp_path: Path) -> None:
     results = []
     for _ in range(2):
         done = outcome(line, tmp_path)
-        assert done.code == 0, done.err
-        results.append(json.loads(done.out.splitlines()[-1]))
-        summary = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])
-        assert summary["stored"] == results[-1]["stored"]["eps"]
+        results.append(last(done))
+        assert lines_of(tmp_path / "m.jsonl")[-1]["stored"] == results[-1]["stored"]["eps"]
     assert "prompt tokens loaded" in done.out and "time to first token" in done.out
     assert results[0]["tokens"] == results[1]["tokens"]
     for side, tokens in (("dense", 384), ("eps", 384)):

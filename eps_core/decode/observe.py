@@ -101,7 +101,7 @@ class Observed:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether it sums up what queries gave to rows."""
+        """Return whether what queries gave to rows is summed up."""
         return bool(self._given)
 
     @property
