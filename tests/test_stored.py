@@ -7,6 +7,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -69,18 +70,11 @@ def test_a_second_run_loads_and_says_the_same(
     whole = (first.num_prompt_tokens - 2) // unit * unit  # as a pool shares: never the last token of what is prefilled
     assert counts().tokens_loaded == 0 and counts().tokens_stored == whole > 256
     assert counts().bytes_stored == sum(file.stat().st_size for file in files(folder))
-    fed: list[int] = []
     again = opened(target, model, folder, **settings)
-    prefill = again.session.decoder.prefill
-
-    def counted(cache: Any, tokens: np.ndarray, *rest: Any) -> Any:
-        fed.append(len(tokens))
-        return prefill(cache, tokens, *rest)
-
-    again.session.decoder.prefill = counted  # type: ignore[method-assign]
-    second = again.generate(TEXT, max_new_tokens=8)
+    with patch.object(again.session.decoder, "prefill", wraps=again.session.decoder.prefill) as prefill:
+        second = again.generate(TEXT, max_new_tokens=8)
     assert counts().tokens_loaded == whole and counts().tokens_stored == 0
-    assert sum(fed) == first.num_prompt_tokens - 1 - whole
+    assert sum(len(call.args[1]) for call in prefill.call_args_list) == first.num_prompt_tokens - 1 - whole
     assert first.tokens == second.tokens == plain.tokens
     assert first.kv_bytes_read == second.kv_bytes_read == plain.kv_bytes_read
     if name == "verified":
