@@ -145,12 +145,6 @@ def commits(change: Callable[[np.ndarray, np.ndarray], tuple]) -> list[Any]:
     return [patch.object(Decoder, "commit", commit)]
 
 
-def writes_drafts() -> list[Any]:
-    """Draft steps write instead of placing: summaries speak of drafts."""
-    backend = judge().backend
-    return [patch.object(backend, "write_kv_tentative", backend.write_kv)]
-
-
 def keeps_the_units() -> list[Any]:
     def commit(self: PagePool, sequence: Any, tokens: Any) -> None:
         table = sequence.table[:]
@@ -171,21 +165,6 @@ def appends_the_last_token_too() -> list[Any]:
 
     right = Verifier._commit
     return [patch.object(Verifier, "_commit", commit)]
-
-
-def ignores_stop_tokens() -> list[Any]:
-    def accept(*given: Any) -> Said:
-        return right_accept(*given[:-1], frozenset())
-
-    return [patch.object(verified, "accept", accept)]
-
-
-def drafts_past_the_end() -> list[Any]:
-    return [patch.object(Verifier, "_wanted", lambda self, gamma, *rest: gamma)]
-
-
-def drafts_more_than_asked() -> list[Any]:
-    return [patch.object(Pace, "next", lambda self: self.fixed + 1)]
 
 
 TEXT, STATE = "says other than dense decoding", "Not equal to tolerance"
@@ -213,12 +192,23 @@ WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "commits summaries of rejected rows": (commits_rejected_rows, FILLS),
     "forgets to commit the last row": (lambda: commits(lambda kept, slots: (kept[:-1], slots[:-1])), FILLS),
     "commits the next row's K and V": (lambda: commits(lambda kept, slots: (np.roll(kept, -1), slots)), STATE),
-    "writes what it should place": (writes_drafts, "K was read back more often|" + FILLS),
+    # summaries speak of drafts
+    "writes what it should place": (
+        lambda: [patch.object(judge().backend, "write_kv_tentative", judge().backend.write_kv)],
+        "K was read back more often|" + FILLS,
+    ),
     "keeps the units of rejected drafts": (keeps_the_units, "units are held"),
     "appends the last token too": (appends_the_last_token_too, "the sequences differ"),
-    "ignores stop tokens": (ignores_stop_tokens, "goes on after its end"),
-    "drafts past the last token": (drafts_past_the_end, "more than it was asked for"),
-    "drafts more than it is asked to": (drafts_more_than_asked, "more drafts than"),
+    "ignores stop tokens": (
+        lambda: [patch.object(verified, "accept", lambda *given: right_accept(*given[:-1], frozenset()))],
+        "goes on after its end",
+    ),
+    "drafts past the last token": (
+        lambda: [patch.object(Verifier, "_wanted", lambda self, gamma, *rest: gamma)], "more than it was asked for"
+    ),
+    "drafts more than it is asked to": (
+        lambda: [patch.object(Pace, "next", lambda self: self.fixed + 1)], "more drafts than"
+    ),
 }  # fmt: skip
 
 
