@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import hf_models
 import mlx_lm_models
@@ -275,10 +276,7 @@ def test_families_of_engines_are_those_that_tests_gate() -> None:
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where a kernel is compiled, or weights are read."""
-
-    def work(*args: Any, **more: Any) -> None:
-        raise AssertionError("work was begun")
-
+    work = Mock(side_effect=AssertionError("work was begun"))
     monkeypatch.setattr(Session, "check_kernels", work)
     monkeypatch.setattr(Session, "load", work)
 

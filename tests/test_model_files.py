@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -90,10 +91,7 @@ def test_a_directory_in_the_place_of_a_file_is_named(name: str, damaged: Callabl
 
 def test_weights_without_permission_are_not_called_corrupt(damaged: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     path = damaged("llama2")
-
-    def refused(file: Path, *args: Any) -> None:  # as for a user who is not root
-        raise PermissionError(13, "Permission denied", str(file))
-
+    refused = Mock(side_effect=PermissionError(13, "Permission denied"))  # as for a user who is not root
     monkeypatch.setattr(weights_module, "open", refused, raising=False)
     refuse_weights(path, "model.safetensors cannot be read (Permission denied)", "permissions")
 

@@ -1,5 +1,7 @@
 """`--method off` is the rollback: no line of EPS runs, nothing of it is allocated, and no logit changes a bit."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from verified_runs import Model
@@ -35,10 +37,7 @@ CACHE_PARTS = ("GroupState", "build_summary", "_update_summaries", "_add_summari
 
 def poison(monkeypatch, backend) -> None:
     """Everything that EPS adds raises when it is called; a name that is not there is an error."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("EPS ran although it is off")
-
+    refuse = Mock(side_effect=AssertionError("EPS ran although it is off"))
     cache = reference.cache if backend is reference else arrays_cache
     for module, names in ((backend, BACKEND_PARTS), (cache, CACHE_PARTS), (layers, ("sparse_attention",))):
         for name in names:
@@ -78,10 +77,7 @@ def test_without_verify_nothing_of_it_runs(target, model, monkeypatch):
     backend, device = target
     configs = [EpsConfig.of(), EpsConfig.of(method="meanstd", group_size=4, budget=0.3)]
     want = [logits_of(backend, device, model, config) for config in configs]
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("verified decoding ran although it is off")
-
+    refuse = Mock(side_effect=AssertionError("verified decoding ran although it is off"))
     for owner, name in verified_parts(backend):
         monkeypatch.setattr(owner, name, refuse)
     for config, one in zip(configs, want, strict=True):

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -185,10 +186,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on no cache may be made and nothing decoded."""
-
-    def begun(*_: Any, **__: Any) -> None:
-        raise AssertionError("begun")
-
+    begun = Mock(side_effect=AssertionError("begun"))
     for owner, name in ((Session, "cache"), (Decoder, "prefill"), (Decoder, "step"), (Decoder, "verify")):
         monkeypatch.setattr(owner, name, begun)
 
