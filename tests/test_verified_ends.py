@@ -8,8 +8,8 @@ from verified_runs import DRAWN, GREEDY, Drafter, Model, check_rounds, eps, judg
 
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import verified as verified_module
+from eps_core.decode.accept import draft_audit
 from eps_core.decode.generate import generate, tokens_of
-from eps_core.decode.round_records import draft_audit
 from eps_core.decode.verified import Verifier, verified
 from eps_core.errors import ConfigError
 from eps_core.kv_cache.pool import PagePool

@@ -18,11 +18,10 @@ from eps_core.attention.protocol import Selection
 from eps_core.attention.stats import StepOutput, VerifyOutput
 from eps_core.config.selection import SelectionConfig
 from eps_core.config.speculative import SpeculativeConfig
-from eps_core.decode.accept import Said, accept
+from eps_core.decode.accept import Said, accept, draft_audit, round_record
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import check_prompts, prefill, take_step
 from eps_core.decode.pace import Pace
-from eps_core.decode.round_records import draft_audit, round_record
 from eps_core.decode.sampling import Sampling, draw, drawable
 from eps_core.errors import ConfigError
 from eps_core.kv_cache.pool import PagePool
