@@ -77,9 +77,7 @@ class Runtime(PagedRuntime):
         sparse = [layer for layer, reason in zip(layers, reasons, strict=True) if reason is None]
         shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim) for layer in sparse}
         require(len(shapes) < 2, f"layers have heads of several shapes {sorted(shapes)}: start SGLang without EPS")
-        windows = {
-            at: layer.sliding_window_size + 1 for at, layer in enumerate(layers) if layer.sliding_window_size > 0
-        }
+        windows = [layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else None for layer in layers]
         plan = Plan.of(reasons, windows)
         self.places = {layer.layer_id: place for place, layer in enumerate(sparse)}
         self.pool, self.page, self.req_to_token = pool, page, runner.req_to_token_pool.req_to_token

@@ -32,7 +32,7 @@ from eps_core.evaluation.compare import demo_document
 from eps_core.io.outputs import to_json
 from eps_core.kv_cache.pool import PagePool
 from eps_core.kv_cache.pool import Sequence as PagedSequence
-from eps_core.metrics.steps import StepRecord, log_softmax, summarise
+from eps_core.metrics.steps import StepRecord, log_softmax, step_record, summarise
 
 PREFILL_CHUNK = 512
 LENGTH_ALPHA = 1.0  # of the length that a text's score is divided by
