@@ -79,22 +79,18 @@ def classification_score(prediction: str, answer: str, all_classes: tuple[str, .
     return 1.0 / len(named) if answer in named else 0.0
 
 
-def _share_of_numbers(prediction: str, wanted: str) -> float:
-    numbers = re.findall(r"\d+", prediction)
-    return numbers.count(wanted) / len(numbers) if numbers else 0.0
-
-
 def retrieval_score(prediction: str, answer: str) -> float:
     """The share of the prediction's numbers that are N of the answer's first `Paragraph N`."""
     found = re.search(r"Paragraph (\d+)", answer)
     if found is None:
         raise ConfigError(f"the answer {answer!r} names no paragraph: write it as 'Paragraph 7'")
-    return _share_of_numbers(prediction, found.group(1))
+    return count_score(prediction, found.group(1))
 
 
 def count_score(prediction: str, answer: str) -> float:
     """The share of the prediction's numbers that are the answer, compared as text: 07 is not 7."""
-    return _share_of_numbers(prediction, answer)
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(answer) / len(numbers) if numbers else 0.0
 
 
 def code_sim_score(prediction: str, answer: str) -> float:
@@ -201,14 +197,11 @@ def load_longbench(path: Path, prompts: Path | None = None, most_samples: int | 
         if metric is retrieval_score and not all(re.search(r"Paragraph \d+", answer) for answer in answers):
             raise ConfigError(f"{place}: an answer names no paragraph: write it as 'Paragraph 7'")
         classes = _texts(place, record, "all_classes") if metric is classification_score else ()
-        filled = _fill(prompt, {"context": _text(place, record, "context"), "input": _text(place, record, "input")})
+        fields = {name: _text(place, record, name) for name in ("context", "input")}
+        # in one pass, and not by str.format: an official prompt may hold other braces
+        filled = re.sub(r"\{(context|input)\}", lambda found, fields=fields: fields[found[1]], prompt)
         samples.append(Sample(dataset, filled, answers, None, max_new_tokens, classes, "longbench"))
     return samples
-
-
-def _fill(prompt: str, fields: dict[str, str]) -> str:
-    """{context} and {input} replaced in one pass. Not str.format: an official prompt may hold other braces."""
-    return re.sub(r"\{(context|input)\}", lambda found: fields[found[1]], prompt)
 
 
 def load_ruler(path: Path, most_samples: int | None = None) -> list[Sample]:
@@ -236,18 +229,21 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError(f"benchmark file {path} is empty: give one JSON object a line")
 
 
-def _text(place: str, record: dict[str, Any], key: str) -> str:
+def _value(place: str, record: dict[str, Any], key: str) -> Any:
     if key not in record:
         raise ConfigError(f"{place}: {key} is missing: add it, or check that the file is of this benchmark")
-    if not isinstance(record[key], str):
-        raise ConfigError(f"{place}: {key} is {type(record[key]).__name__}, not a text: fix the line")
     return record[key]
 
 
+def _text(place: str, record: dict[str, Any], key: str) -> str:
+    value = _value(place, record, key)
+    if not isinstance(value, str):
+        raise ConfigError(f"{place}: {key} is {type(value).__name__}, not a text: fix the line")
+    return value
+
+
 def _texts(place: str, record: dict[str, Any], key: str) -> tuple[str, ...]:
-    if key not in record:
-        raise ConfigError(f"{place}: {key} is missing: add it, or check that the file is of this benchmark")
-    value = record[key]
+    value = _value(place, record, key)
     if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{place}: {key} is no list of at least one text: fix the line")
     return tuple(value)

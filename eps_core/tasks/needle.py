@@ -4,6 +4,7 @@ A needle document is filler text with one or more lines ``# The code for KEY is 
 at its end.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,14 @@ def draw_key(rng: np.random.Generator) -> str:
     return f"{_ADJECTIVES[rng.integers(len(_ADJECTIVES))]}-{_NOUNS[rng.integers(len(_NOUNS))]}"
 
 
+def distinct(draw: Callable[[np.random.Generator], str], count: int, rng: np.random.Generator) -> list[str]:
+    """`count` different draws, in their order."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw(rng)] = None
+    return list(found)
+
+
 def draw_value(rng: np.random.Generator) -> str:
     return "".join(str(digit) for digit in rng.integers(0, 10, VALUE_DIGITS))
 
@@ -98,11 +107,7 @@ def needle_document(
     most `num_bytes` long. Deterministic by `seed`. `reach`: as of `filler`.
     """
     rng = np.random.default_rng(seed)
-    keys: list[str] = []
-    while len(keys) < num_distractors + 1:
-        key = draw_key(rng)
-        if key not in keys:
-            keys.append(key)
+    keys = distinct(draw_key, num_distractors + 1, rng)
     values = [draw_value(rng) for _ in keys]
     lines = [needle_line(k, v) for k, v in zip(keys, values, strict=True)]
     tail = question(keys[0])
@@ -115,12 +120,16 @@ def needle_document(
     body = filler(text, room, rng, reach).decode("utf-8", errors="ignore")
     depths = [depth, *rng.random(num_distractors)]
     places = sorted(((line_start(body, int(d * len(body))), line) for d, line in zip(depths, lines, strict=True)))
+    return NeedleDocument(with_lines(body, places) + tail, values[0], _lead(keys[0]))
+
+
+def with_lines(body: str, placed: Iterable[tuple[int, str]]) -> str:
+    """`body` with each (character index, line) inserted; the places rise."""
     pieces, last = [], 0
-    for place, line in places:
+    for place, line in placed:
         pieces += [body[last:place], line]
         last = place
-    pieces += [body[last:], tail]
-    return NeedleDocument("".join(pieces), values[0], _lead(keys[0]))
+    return "".join([*pieces, body[last:]])
 
 
 def line_start(body: str, place: int) -> int:

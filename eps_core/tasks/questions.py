@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from eps_core.io.inputs import text_bytes
 from eps_core.tasks.benchmarks import NO_CHAT
 from eps_core.tasks.needle import Sample, filler, needle_document
 from eps_core.tasks.ruler import DEPTHS, make_sample
-from eps_core.tasks.sizing import Encode, bytes_per_token, check_length, fit
+from eps_core.tasks.sizing import Encode, bytes_per_token, fit
 
 # beyond the answer's own tokens: a leading space or line end, and the words between several answers
 ANSWER_SLACK_TOKENS = 8
@@ -56,10 +57,7 @@ def generated_questions(
     size = int((context_tokens - len(encode(""))) * bytes_per_token(text, encode))
     questions = []
     for index in range(num_samples):
-
-        def make(num_bytes: int, index: int = index) -> Sample:
-            return make_sample(task, text, num_bytes, seed + index, DEPTHS[index % len(DEPTHS)])
-
+        make = partial(make_sample, task, text, seed=seed + index, depth=DEPTHS[index % len(DEPTHS)])
         questions.append(fit_question(make, encode, context_tokens, size, ask))
     return questions
 
@@ -68,7 +66,6 @@ def needle_tokens(
     text: bytes, num_tokens: int, encode: Encode, seed: int, depth: float, num_distractors: int, ask: Ask | None = None
 ) -> tuple[list[int], str]:
     """(tokens of a needle document, exactly `num_tokens` of them; its answer). `ask`: as in `fit_question`."""
-
     size = int((num_tokens - len(encode(""))) * bytes_per_token(text, encode))
     reach = 0  # then, where a first guess is not what was asked, so that all sizes are of one window
 
@@ -85,7 +82,7 @@ def needle_tokens(
                 break
     if found is None:
         raise ConfigError(f"no needle document of exactly {num_tokens} tokens was found: ask for another context")
-    return check_length(found[0], num_tokens), found[1]
+    return found
 
 
 def benchmark_question(sample: Sample, encode: Encode, max_context: int, ask: Ask | None = None) -> Question:

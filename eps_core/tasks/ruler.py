@@ -16,12 +16,13 @@ import string
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
 
 from eps_core.errors import ConfigError
-from eps_core.tasks.needle import Sample, draw_key, filler, line_start, needle_document
+from eps_core.tasks.needle import Sample, distinct, draw_key, filler, line_start, needle_document, with_lines
 
 # where the thing asked for stands; the ends are left out because they are always read
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -61,12 +62,11 @@ def make_sample(task: str, text: bytes, num_bytes: int, seed: int, depth: float 
     return sample if sample.lead else replace(sample, lead=sample.prompt.rpartition("Answer: ")[2])
 
 
-def _needles_in_demo_format(task: str, num_distractors: int) -> Callable[[bytes, int, int, float], Sample]:
-    def make(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
-        doc = needle_document(text, num_bytes, seed, depth, num_distractors)
-        return Sample(task, doc.prompt, (doc.answer,), depth, lead=doc.lead)
-
-    return make
+def _needles_in_demo_format(
+    task: str, num_distractors: int, text: bytes, num_bytes: int, seed: int, depth: float
+) -> Sample:
+    doc = needle_document(text, num_bytes, seed, depth, num_distractors)
+    return Sample(task, doc.prompt, (doc.answer,), depth, lead=doc.lead)
 
 
 def _digits(rng: np.random.Generator, num_digits: int) -> str:
@@ -76,13 +76,6 @@ def _digits(rng: np.random.Generator, num_digits: int) -> str:
 
 def _uuid(rng: np.random.Generator) -> str:
     return str(uuid.UUID(bytes=rng.bytes(16), version=4))
-
-
-def _distinct(draw: Callable[[np.random.Generator], str], count: int, rng: np.random.Generator) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[draw(rng)] = None
-    return list(found)
 
 
 def _listing(words: Sequence[str]) -> str:
@@ -103,13 +96,8 @@ def _hide(
     if room < 0:
         _no_room(task, num_bytes)
     body = filler(text, room, rng).decode("utf-8", errors="ignore")
-    pieces, last = [head], 0
-    for place, line in sorted(
-        ((place_of(body, int(depth * len(body))), line) for depth, line in placed), key=lambda pair: pair[0]
-    ):
-        pieces += [body[last:place], line]
-        last = place
-    return "".join([*pieces, body[last:], tail])
+    places = ((place_of(body, int(depth * len(body))), line) for depth, line in placed)
+    return head + with_lines(body, sorted(places, key=lambda pair: pair[0])) + tail
 
 
 def _spread(depth: float, count: int) -> list[float]:
@@ -118,29 +106,26 @@ def _spread(depth: float, count: int) -> list[float]:
 
 
 def _hidden_numbers(
-    task: str, num_keys: int, num_values: int, num_asked: int, num_digits: int
-) -> Callable[[bytes, int, int, float], Sample]:
+    task: str, num_keys: int, num_values: int, num_asked: int, num_digits: int, text: bytes, num_bytes: int, seed: int,
+    depth: float,
+) -> Sample:  # fmt: skip
     """RULER's niah over essays: `num_keys` keys of `num_values` numbers each, of which `num_asked` keys are asked."""
-
-    def make(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
-        rng = np.random.default_rng(seed)
-        keys = _distinct(draw_key, num_keys, rng)
-        values = _distinct(lambda rng: _digits(rng, num_digits), num_keys * num_values, rng)
-        owners = [key for key in keys for _ in range(num_values)]
-        lines = [f"\nA secret number of {key} is {value}.\n" for key, value in zip(owners, values, strict=True)]
-        num_wanted = num_asked * num_values  # keys asked for come first
-        depths = _spread(depth, num_wanted) + rng.random(len(lines) - num_wanted).tolist()
-        asked = _listing(keys[:num_asked])
-        noun, verb = ("number", "is") if num_wanted == 1 else ("numbers", "are")
-        head = "Secret numbers are hidden in the following text. Remember them: a question about them follows.\n"
-        tail = (
-            f"\nQuestion: What {verb} the secret {noun} of {asked}?\nAnswer: The secret {noun} of {asked} given in the "
-            f"text {verb}"
-        )
-        prompt = _hide(task, text, num_bytes, rng, head, tail, list(zip(depths, lines, strict=True)))
-        return Sample(task, prompt, tuple(values[:num_wanted]), depth)
-
-    return make
+    rng = np.random.default_rng(seed)
+    keys = distinct(draw_key, num_keys, rng)
+    values = distinct(lambda rng: _digits(rng, num_digits), num_keys * num_values, rng)
+    owners = [key for key in keys for _ in range(num_values)]
+    lines = [f"\nA secret number of {key} is {value}.\n" for key, value in zip(owners, values, strict=True)]
+    num_wanted = num_asked * num_values  # keys asked for come first
+    depths = _spread(depth, num_wanted) + rng.random(len(lines) - num_wanted).tolist()
+    asked = _listing(keys[:num_asked])
+    noun, verb = ("number", "is") if num_wanted == 1 else ("numbers", "are")
+    head = "Secret numbers are hidden in the following text. Remember them: a question about them follows.\n"
+    tail = (
+        f"\nQuestion: What {verb} the secret {noun} of {asked}?\nAnswer: The secret {noun} of {asked} given in the "
+        f"text {verb}"
+    )
+    prompt = _hide(task, text, num_bytes, rng, head, tail, list(zip(depths, lines, strict=True)))
+    return Sample(task, prompt, tuple(values[:num_wanted]), depth)
 
 
 def _uuid_needles(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
@@ -185,8 +170,8 @@ def _associative_recall(text: bytes, num_bytes: int, seed: int, depth: float) ->
 def _variable_tracking(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
     """RULER's vt: chains of assignments, in order and far apart; asked are all names that hold the first's value."""
     rng = np.random.default_rng(seed)
-    names = _distinct(lambda rng: "".join(rng.choice(list(string.ascii_uppercase), 5)), VT_CHAINS * (VT_HOPS + 1), rng)
-    values = _distinct(lambda rng: _digits(rng, 5), VT_CHAINS, rng)
+    names = distinct(lambda rng: "".join(rng.choice(list(string.ascii_uppercase), 5)), VT_CHAINS * (VT_HOPS + 1), rng)
+    values = distinct(lambda rng: _digits(rng, 5), VT_CHAINS, rng)
     placed = []
     for chain, value in enumerate(values):
         own = names[chain * (VT_HOPS + 1) : (chain + 1) * (VT_HOPS + 1)]
@@ -205,25 +190,17 @@ def _variable_tracking(text: bytes, num_bytes: int, seed: int, depth: float) -> 
     return Sample("vt", prompt, tuple(names[: VT_HOPS + 1]), depth)
 
 
-def _code_lookup(task: str, line: str, asked: str) -> Callable[[bytes, int, int, float], Sample]:
+def _code_lookup(task: str, line: str, asked: str, text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
     """Code to complete: definitions by `line` stand between those of the text's modules; `asked` asks for one."""
-
-    def make(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
-        rng = np.random.default_rng(seed)
-        names = [key.replace("-", "_") for key in _distinct(draw_key, 1 + MULTIKEY_DISTRACTORS, rng)]
-        values = _distinct(lambda rng: _digits(rng, 5), len(names), rng)
-        lines = [
-            line.format(name=name, NAME=name.upper(), value=value) for name, value in zip(names, values, strict=True)
-        ]
-        depths = [depth, *rng.random(MULTIKEY_DISTRACTORS).tolist()]
-        lead = "    assert " + asked.format(name=names[0], NAME=names[0].upper()) + " == "
-        tail = f"\n\n\ndef test_{names[0]}():\n{lead}"
-        placed = list(zip(depths, lines, strict=True))
-        return Sample(
-            task, _hide(task, text, num_bytes, rng, "", tail, placed, _between), (values[0],), depth, lead=lead
-        )
-
-    return make
+    rng = np.random.default_rng(seed)
+    names = [key.replace("-", "_") for key in distinct(draw_key, 1 + MULTIKEY_DISTRACTORS, rng)]
+    values = distinct(lambda rng: _digits(rng, 5), len(names), rng)
+    lines = [line.format(name=name, NAME=name.upper(), value=value) for name, value in zip(names, values, strict=True)]
+    depths = [depth, *rng.random(MULTIKEY_DISTRACTORS).tolist()]
+    lead = "    assert " + asked.format(name=names[0], NAME=names[0].upper()) + " == "
+    tail = f"\n\n\ndef test_{names[0]}():\n{lead}"
+    placed = list(zip(depths, lines, strict=True))
+    return Sample(task, _hide(task, text, num_bytes, rng, "", tail, placed, _between), (values[0],), depth, lead=lead)
 
 
 def _between(body: str, place: int) -> int:
@@ -269,7 +246,7 @@ def _frequent_words(text: bytes, num_bytes: int, seed: int, depth: float) -> Sam
     rng = np.random.default_rng(seed)
     letters = list(string.ascii_lowercase)
     # RULER takes a fiftieth of the tokens; a token is about 4 bytes
-    vocabulary = _distinct(lambda rng: "".join(rng.choice(letters, FWE_WORD_LETTERS)), max(num_bytes // 200, 8), rng)
+    vocabulary = distinct(lambda rng: "".join(rng.choice(letters, FWE_WORD_LETTERS)), max(num_bytes // 200, 8), rng)
     vocabulary[0] = "..."
     head = "Count how often each coded word comes in the following text.\n"
     tail = (
@@ -292,16 +269,16 @@ def _frequent_words(text: bytes, num_bytes: int, seed: int, depth: float) -> Sam
 
 
 _GENERATORS: dict[str, Callable[[bytes, int, int, float], Sample]] = {
-    "niah_single": _needles_in_demo_format("niah_single", 0),
-    "niah_multikey": _needles_in_demo_format("niah_multikey", MULTIKEY_DISTRACTORS),
-    "niah_digits": _hidden_numbers("niah_digits", 1, 1, 1, LONG_VALUE_DIGITS),
-    "niah_multivalue": _hidden_numbers("niah_multivalue", 1, NUM_VALUES, 1, 7),
-    "niah_multiquery": _hidden_numbers("niah_multiquery", NUM_QUERIES, 1, NUM_QUERIES, 7),
+    "niah_single": partial(_needles_in_demo_format, "niah_single", 0),
+    "niah_multikey": partial(_needles_in_demo_format, "niah_multikey", MULTIKEY_DISTRACTORS),
+    "niah_digits": partial(_hidden_numbers, "niah_digits", 1, 1, 1, LONG_VALUE_DIGITS),
+    "niah_multivalue": partial(_hidden_numbers, "niah_multivalue", 1, NUM_VALUES, 1, 7),
+    "niah_multiquery": partial(_hidden_numbers, "niah_multiquery", NUM_QUERIES, 1, NUM_QUERIES, 7),
     "niah_uuid": _uuid_needles,
     "associative_recall": _associative_recall,
     "vt": _variable_tracking,
-    "code_function": _code_lookup("code_function", "\n\ndef {name}():\n    return {value}\n", "{name}()"),
-    "code_constant": _code_lookup("code_constant", "\n\n{NAME} = {value}\n", "{NAME}"),
+    "code_function": partial(_code_lookup, "code_function", "\n\ndef {name}():\n    return {value}\n", "{name}()"),
+    "code_constant": partial(_code_lookup, "code_constant", "\n\n{NAME} = {value}\n", "{NAME}"),
     "cwe": _common_words,
     "fwe": _frequent_words,
 }
