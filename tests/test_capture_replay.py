@@ -28,7 +28,7 @@ from eps_core.evaluation.merits import (
     recall_at,
     truth_of,
 )
-from eps_core.evaluation.replay import combine, replay, replay_many
+from eps_core.evaluation.replay import ReplayResult, combine, replay, replay_many
 from eps_core.load import load_backend
 from eps_core.reference import formulas
 
@@ -61,39 +61,25 @@ def info_of(layers: tuple[int, ...], context: int, steps: int, kv_dtype: str, co
     )  # fmt: skip
 
 
-def live(backend: str, path: Path, config: EpsConfig, kv_dtype: str = "float32") -> tuple[Capture, list]:
-    """(capture along a live decode of the demo model, its LayerStats [step][layer])."""
-    session = Session.open(None, backend, "cpu", "float32", kv_dtype)
+@pytest.mark.parametrize(("backend", "name"), [*(("cuda", name) for name in LIVE), ("numpy", "rq"), ("mlx", "rq")])
+def test_replay_is_the_live_decode(backend: str, name: str, tmp_path: Path) -> None:
+    config, path = LIVE[name], tmp_path / "c.safetensors"
+    session = Session.open(None, backend, "cpu", "float32", "float32")
     decoder = session.decoder
     outputs: list[list[LayerStats]] = []
     plain_step = decoder.step
 
-    def step(*args: Any, **more: Any) -> Any:
+    def watched(*args: Any, **more: Any) -> Any:
         cache, output = plain_step(*args, **more)
         outputs.append(output.layers)
         return cache, output
 
-    decoder.step = step  # type: ignore[method-assign]
+    decoder.step = watched  # type: ignore[method-assign]
     tokens = num_sink_tokens(session, None, CONTEXT + STEPS).tokens
     recording = record(session, tokens, CONTEXT, range(session.spec.num_layers), config)
-    info = info_of((0, 1, 2, 3), CONTEXT, STEPS, kv_dtype, config, backend)
+    info = info_of((0, 1, 2, 3), CONTEXT, STEPS, "float32", config, backend)
     capture_module.write_capture(path, info, recording)
-    return open_capture(path), outputs
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Capture:
-    """A dense decode of the demo model with a bfloat16 cache."""
-    path = tmp_path_factory.mktemp("dense") / "dense.safetensors"
-    capture(
-        CaptureRequest(path, context_tokens=CONTEXT, num_steps=STEPS, backend="cuda", device="cpu", kv_dtype="bfloat16")
-    )
-    return open_capture(path)
-
-
-def check_replay_equals_live(backend: str, path: Path, config: EpsConfig) -> None:
-    found, outputs = live(backend, path, config)
-    result = replay(found, config, load_backend(backend), "cpu")
+    result = replay(open_capture(path), config, load_backend(backend), "cpu")
     assert [len(layers) for layers in outputs] == [4] * STEPS
     for step, layers in enumerate(outputs):
         for layer, stats in enumerate(layers):
@@ -111,14 +97,18 @@ def check_replay_equals_live(backend: str, path: Path, config: EpsConfig) -> Non
                 np.testing.assert_array_equal(result.extended[place], stats.extended[0])
 
 
-@pytest.mark.parametrize("name", LIVE)
-def test_replay_is_the_live_decode(name: str, tmp_path: Path) -> None:
-    check_replay_equals_live("cuda", tmp_path / "c.safetensors", LIVE[name])
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Capture:
+    """A dense decode of the demo model with a bfloat16 cache."""
+    path = tmp_path_factory.mktemp("dense") / "dense.safetensors"
+    capture(
+        CaptureRequest(path, context_tokens=CONTEXT, num_steps=STEPS, backend="cuda", device="cpu", kv_dtype="bfloat16")
+    )
+    return open_capture(path)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "mlx"])
-def test_replay_is_the_live_decode_in_other_backends(backend: str, tmp_path: Path) -> None:
-    check_replay_equals_live(backend, tmp_path / "c.safetensors", LIVE["rq"])
+def judged(dense: Capture, config: EpsConfig, **more: Any) -> ReplayResult:
+    return replay(dense, config, load_backend("cuda"), "cpu", **more)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
@@ -244,8 +234,7 @@ def test_bytes_at_error_lie_between_budgets() -> None:
 
 
 def test_reading_everything_misses_nothing(dense: Capture) -> None:
-    result = replay(dense, EpsConfig.of(method="moments", budget=1.0), load_backend("cuda"), "cpu")
-    row = result.summary()
+    row = judged(dense, EpsConfig.of(method="moments", budget=1.0)).summary()
     assert row["selected_ratio"] == 1 and row["recall"] == 1 and row["skipped_true"] == 0
     assert row["output_error_max"] < 1e-5 and row["false_skip_rate"] is None
     assert row["bytes_ratio"] == 1 and row["error_bound"] == 0 and row["union_amplification"] == 1
@@ -254,7 +243,7 @@ def test_reading_everything_misses_nothing(dense: Capture) -> None:
 @pytest.mark.parametrize("method", ["1pc", "fd", "box", "ball", "moments", "rq"])
 def test_no_bound_is_violated(method: str, dense: Capture) -> None:
     config = EpsConfig.of(method=method, group_size=8, rq_bounds=method == "rq", **SMALL)
-    result = replay(dense, config, load_backend("cuda"), "cpu")
+    result = judged(dense, config)
     row = result.summary()
     # 2 kv heads of 2 query heads each, every group but those of what is open, in 4 layers and all steps
     size = config.cache_config.span_tokens
@@ -287,15 +276,15 @@ def test_strict_reaches_its_epsilon(dense: Capture) -> None:
 
 def test_configurations_that_share_a_cache_do_not_disturb_each_other(dense: Capture) -> None:
     base = EpsConfig.of(method="rq", **SMALL)
-    configs = [
-        base,
-        base.replace(budget=0.5),
-        base.replace(policy="threshold", top_pages=40),
-        base.replace(num_recent_tokens=8),
-    ]
+    others: tuple[dict[str, Any], ...] = (
+        {"budget": 0.5},
+        {"policy": "threshold", "top_pages": 40},
+        {"num_recent_tokens": 8},
+    )
+    configs = [base, *(base.replace(**other) for other in others)]
     together = replay_many(dense, configs, load_backend("cuda"), "cpu", layers=(1,))
     for config, found in zip(configs, together, strict=True):
-        alone = replay(dense, config, load_backend("cuda"), "cpu", layers=(1,))
+        alone = judged(dense, config, layers=(1,))
         assert alone.config == found.config == config and alone.summary() == found.summary()
         assert alone.head_rows() == found.head_rows()
 
@@ -355,4 +344,4 @@ def test_a_failed_write_leaves_nothing(dense: Capture, tmp_path: Path) -> None:
 def test_head_modes_of_another_shape_are_refused(dense: Capture) -> None:
     config = EpsConfig.of(method="rq", head_modes=(("gate",),))
     with pytest.raises(ConfigError, match="1 layers x 1 kv heads"):
-        replay(dense, config, load_backend("cuda"), "cpu")
+        judged(dense, config)

@@ -19,7 +19,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.heads import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
-from eps_core.evaluation.capture import Recording, model_name, num_sink_tokens, record
+from eps_core.evaluation.capture import Recording, TextRequest, model_name, num_sink_tokens, record
 from eps_core.evaluation.merits import truth_of
 from eps_core.evaluation.pays import timing
 from eps_core.evaluation.runner import DENSE, Document, run_batch
@@ -28,27 +28,18 @@ from eps_core.metrics import provenance, terminal
 
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.125, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
 MASS = 0.99  # share of the softmax that a head is said to need
+LIMITS = ("sink_tokens", "recent_tokens", "streaming_share", "dense_fraction")  # of a request
 MOST_KL = 0.01  # nats of the next token, mean: what the defaults aim at
 
 
 @dataclass(frozen=True)
-class CalibrateRequest:
-    """Settings that the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
+class CalibrateRequest(TextRequest):
+    """`config`: whose groups heads are judged by, and of which it is measured from where it pays."""
 
-    output: Path
-    config: EpsConfig  # whose groups heads are judged by, and of which it is measured from where it pays
-    model: Path | None = None
-    text: Path | None = None
-    context_tokens: int | None = None  # None: see `num_sink_tokens`
-    num_steps: int = 32
     sink_tokens: int = 16
     recent_tokens: int = 128
     streaming_share: float = 0.05
     dense_fraction: float = 0.5
-    backend: str = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -150,7 +141,7 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
 
 def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -> dict[str, Any]:
     config = request.config
-    session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
+    session = request.session()
     spec = session.spec
     spec.require_full_attention("calibrate")
     text = num_sink_tokens(session, request.text, request.context_tokens, request.num_steps)
@@ -180,10 +171,7 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
             "num_steps": request.num_steps,
             "text_sha256": text.sha256,
             "mass": MASS,
-            "sink_tokens": request.sink_tokens,
-            "recent_tokens": request.recent_tokens,
-            "streaming_share": request.streaming_share,
-            "dense_fraction": request.dense_fraction,
+            **{name: getattr(request, name) for name in LIMITS},
             "config": config.to_dict(),
             "backend": session.backend_name,
             "device": session.device,
@@ -192,9 +180,9 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
             **provenance.provenance(session.backend.versions()),
         },
         fractions=FRACTIONS,
-        curves=_tuples(np.stack([one.curves for one in found])),
-        fraction_needed=_tuples(needed),
-        outside_share=_tuples(outside),
+        curves=_tuples([one.curves.tolist() for one in found]),
+        fraction_needed=_tuples(needed.tolist()),
+        outside_share=_tuples(outside.tolist()),
         classes=classes,
         dense_layers=dense_layers,
         head_modes=modes_of(classes, dense_layers),
@@ -229,20 +217,12 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
     }
 
 
-def _tuples(array: np.ndarray) -> Any:
-    def frozen(value: Any) -> Any:
-        return tuple(frozen(item) for item in value) if isinstance(value, list) else value
-
-    return frozen(array.tolist())
+def _tuples(value: Any) -> Any:
+    """Lists of lists as tuples of tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _table(
-    policy: HeadPolicy,
-    needed: np.ndarray,
-    outside: np.ndarray,
-    config: EpsConfig,
-    out: TextIO,
-) -> str:
+def _table(policy: HeadPolicy, needed: np.ndarray, outside: np.ndarray, config: EpsConfig, out: TextIO) -> str:
     tenth = policy.fractions.index(0.1)
     rows = []
     for layer, heads in enumerate(policy.classes):

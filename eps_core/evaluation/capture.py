@@ -21,7 +21,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from eps_core.attention.protocol import Array, Backend
-from eps_core.config.bytes import kv_bytes
 from eps_core.config.cache import DTYPE_BYTES
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import prefill
@@ -32,12 +31,12 @@ from eps_core.evaluation.runner import Document, decode, usual_context
 from eps_core.io import inputs, outputs, tensors
 from eps_core.io.records import Between, read_record
 from eps_core.metrics import provenance, terminal
-from eps_core.models.spec import ModelSpec
 from eps_core.tasks.corpus import corpus_or_text
 
 Size = Annotated[int, Between(1, 2**40)]
 FORMAT_VERSION = 1
 METADATA_KEY = "eps_capture"
+PREFILL_CHUNK = 512  # tokens
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,9 @@ class Text:
 
 
 @dataclass(frozen=True)
-class CaptureRequest:
-    """Settings that the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
+class TextRequest:
+    """A decode along a text that the command line asked for. `model` None is the demo model, `text` None the shipped
+    corpus."""
 
     output: Path
     config: EpsConfig = field(default_factory=EpsConfig)
@@ -118,11 +118,18 @@ class CaptureRequest:
     text: Path | None = None
     context_tokens: int | None = None  # None: see `num_sink_tokens`
     num_steps: int = 32
-    layers: tuple[int, ...] | None = None  # None: all
     backend: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"
+
+    def session(self) -> Session:
+        return Session.open(self.model, self.backend, self.device, self.dtype, self.kv_dtype)
+
+
+@dataclass(frozen=True)
+class CaptureRequest(TextRequest):
+    layers: tuple[int, ...] | None = None  # None: all
 
 
 def num_sink_tokens(session: Session, path: Path | None, context: int | None, num_steps: int = 0) -> Text:
@@ -145,19 +152,14 @@ def num_sink_tokens(session: Session, path: Path | None, context: int | None, nu
 
 
 def record(
-    session: Session,
-    tokens: list[int],
-    context_tokens: int,
-    layers: Sequence[int],
-    config: EpsConfig,
-    prefill_chunk: int = 512,
+    session: Session, tokens: list[int], context_tokens: int, layers: Sequence[int], config: EpsConfig
 ) -> Recording:
     """Prefills a text's first `context_tokens` densely and decodes the rest of it token by token, sparse by `config`;
     queries of the chosen layers are kept."""
     backend, decoder, num_steps = session.backend, session.decoder, len(tokens) - context_tokens
     cache, pool = session.cache(config.cache_config, len(tokens))
     with terminal.Progress("text: prefill", "tokens") as progress:
-        sequence, cache = prefill(decoder, cache, pool, tokens[:context_tokens], prefill_chunk, progress)
+        sequence, cache = prefill(decoder, cache, pool, tokens[:context_tokens], PREFILL_CHUNK, progress)
     taken: dict[int, list[np.ndarray]] = {layer: [] for layer in layers}
 
     def tap(layer: int, q: Array) -> None:
@@ -180,14 +182,6 @@ def model_name(session: Session) -> str:
     return session.model if session.model == "demo" else session.path.resolve().name
 
 
-def capture_bytes(spec: ModelSpec, num_layers: int, context_tokens: int, num_steps: int, kv_dtype: str) -> int:
-    """Bytes of the tensors of a capture: K and V of all tokens, float32 queries of the steps."""
-    queries = num_layers * num_steps * spec.num_heads * spec.head_dim * DTYPE_BYTES["float32"]
-    return queries + 8 * num_steps + kv_bytes(
-        num_layers, spec.num_kv_heads, spec.head_dim, context_tokens + num_steps, kv_dtype
-    )  # fmt: skip
-
-
 def capture(request: CaptureRequest) -> dict[str, Any]:
     """Runs a request and writes its file. Returns what the last line of stdout says."""
     with outputs.Output(request.output, "capture") as output:
@@ -195,7 +189,7 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
 
 
 def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
-    session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
+    session = request.session()
     spec = session.spec
     text = num_sink_tokens(session, request.text, request.context_tokens, request.num_steps)
     context = len(text.tokens) - request.num_steps
@@ -209,14 +203,6 @@ def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
             f"layer {windowed[0] if windowed else 0} of this {spec.family} has a sliding window, and a capture is of "
             "full attention: choose other --layers"
         )
-    size = capture_bytes(spec, len(layers), context, request.num_steps, session.kv_dtype)
-    free = None if output.file is None else shutil.disk_usage(output.file.parent).free
-    if free is not None and size > free:
-        raise ConfigError(
-            f"the capture takes {size / 2**20:,.0f} MiB and {request.output.parent} has {free / 2**20:,.0f} MiB left: "
-            "lower --context or choose fewer --layers"
-        )
-    recording = record(session, text.tokens, context, layers, request.config)
     made = provenance.provenance(session.backend.versions())
     info = CaptureInfo(
         format_version=FORMAT_VERSION,
@@ -239,6 +225,14 @@ def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
         versions=made["versions"],
         git_commit=made["git_commit"],
     )
+    _, size = tensors.header({}, _layout(info))
+    free = None if output.file is None else shutil.disk_usage(output.file.parent).free
+    if free is not None and size > free:
+        raise ConfigError(
+            f"the capture takes {size / 2**20:,.0f} MiB and {request.output.parent} has {free / 2**20:,.0f} MiB left: "
+            "lower --context or choose fewer --layers"
+        )
+    recording = record(session, text.tokens, context, layers, request.config)
     return {"capture": str(request.output), "bytes": write_capture(output, info, recording), **vars(info)}
 
 

@@ -45,13 +45,8 @@ def prepare(request: RunRequest) -> Job:
         kv_bits=request.kv_bits, cache_dir=request.cache_dir, weights=request.weights,
     )  # fmt: skip
     request = replace(request, config=request.config.for_device(session.device))
-    spec, answer = session.spec, None
-    texts = [
-        text for prompt in request.prompts for text in prompt_texts(prompt, spec.max_context, request.keep_newline)
-    ]
-    if not request.prompts:
-        made = demo_document()
-        texts, answer = [made.prompt], made.answer
+    spec = session.spec
+    texts, answer = texts_and_answer(request, spec.max_context)
     prompts = session.encode_prompts(texts, request.max_new_tokens, request.chat)
     require(request.plot is None or len(prompts) == 1, f"--plot draws one prompt (got {len(prompts)}): give one")
     stop = spec.eos_token_ids if request.stop else ()
@@ -95,6 +90,14 @@ def _describe(cost: Cost) -> str:
 
 def demo_document() -> needle.NeedleDocument:
     return needle.needle_document(corpus(), DEMO_PROMPT_BYTES, DEMO_SEED, depth=0.5, num_distractors=3)
+
+
+def texts_and_answer(request: RunRequest, max_context: int) -> tuple[list[str], str | None]:
+    """(the prompts' texts, None); without prompts the built-in needle document and its answer."""
+    if not request.prompts:
+        made = demo_document()
+        return [made.prompt], made.answer
+    return [text for one in request.prompts for text in prompt_texts(one, max_context, request.keep_newline)], None
 
 
 def _decode(
@@ -150,28 +153,45 @@ class Display:
     """The lines that a run writes before and after the text. `report` returns the object of the last line."""
 
     def header(self, job: Job, out: TextIO) -> None:
-        _print_header(job, out)
+        session, spec, request = job.session, job.session.spec, job.request
+        heads = f"{spec.num_heads} query / {spec.num_kv_heads} kv heads of {spec.head_dim}"
+        out.write(f"model   {session.model} ({spec.family}, {spec.num_layers} layers, {heads})\n")
+        for note in spec.notes:
+            out.write(f"note    {note}\n")
+        held = described(session.kv_dtype, session.kv_bits)
+        cache = "" if held == session.dtype else f", cache {held}"
+        weights = "" if session.weights == "full" else f", {session.weights} weights in decode steps"
+        out.write(
+            f"backend {session.backend_name} on {session.device}, {session.dtype}{weights}{cache}, kernels "
+            f"{session.kernels}\n"
+        )
+        if job.codes is not None:
+            out.write(f"codes   {job.codes.line(session.kv_dtype)}\n")
+        out.write(prompt_line(job.prompt_lengths, job.answer))
+        out.write(f"eps     {terminal.describe(request.config)}\n")
+        longest = max(job.prompt_lengths) + job.num_new
+        if request.config.cache_config.enabled and request.config.reads_all(0, [longest]):
+            out.write(f"note    every step is dense: the budget covers all of up to {longest:,} tokens\n")
+        out.write(job.caches.header(job))
+        if request.verify.enabled:
+            out.write(f"verify  {terminal.describe_verify(request.verify)}\n")
+        if job.cost is not None:
+            out.write(f"        {_describe(job.cost)}\n")
+        if request.method_is_default and request.config.cache_config.enabled:
+            out.write("        (the demo's default; --method off turns it off)\n")
+        out.write("\n")
+        out.flush()
 
-    def report(
-        self,
-        ran: Ran,
-        dense: Outcome | None,
-        eps: Outcome | None,
-        out: TextIO,
-        divergence: dict[str, float | None],
-        layer: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        return report(ran, dense, eps, out, divergence, layer)
+    def report(self, *args: Any, **more: Any) -> dict[str, Any]:
+        """See `outcomes.report`."""
+        return report(*args, **more)
 
 
 def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dict[str, Any]:
     """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
     display = display or Display()
     with ExitStack() as stack:
-        lines, csv = (
-            None if path is None else stack.enter_context(outputs.Output(path, what))
-            for path, what in ((request.metrics, "metrics file"), (request.csv, "csv file"))
-        )
+        lines, csv = request.outputs(stack)
         job = prepare(request)
         request, session = job.request, job.session  # its config is settled
         config, changes = request.config, request.changes
@@ -311,37 +331,6 @@ def _trace(job: Job, reads: Reads, dense: Outcome | None, eps: Outcome, divergen
         None if dense is None else texts(dense.tokens[0]), None if dense is None else dense.summary(),
         divergence.kl or None, divergence.agree or None,
     )  # fmt: skip
-
-
-def _print_header(job: Job, out: TextIO) -> None:
-    session, spec, request = job.session, job.session.spec, job.request
-    heads = f"{spec.num_heads} query / {spec.num_kv_heads} kv heads of {spec.head_dim}"
-    out.write(f"model   {session.model} ({spec.family}, {spec.num_layers} layers, {heads})\n")
-    for note in spec.notes:
-        out.write(f"note    {note}\n")
-    held = described(session.kv_dtype, session.kv_bits)
-    cache = "" if held == session.dtype else f", cache {held}"
-    weights = "" if session.weights == "full" else f", {session.weights} weights in decode steps"
-    out.write(
-        f"backend {session.backend_name} on {session.device}, {session.dtype}{weights}{cache}, kernels "
-        f"{session.kernels}\n"
-    )
-    if job.codes is not None:
-        out.write(f"codes   {job.codes.line(session.kv_dtype)}\n")
-    out.write(prompt_line(job.prompt_lengths, job.answer))
-    out.write(f"eps     {terminal.describe(request.config)}\n")
-    longest = max(job.prompt_lengths) + job.num_new
-    if request.config.cache_config.enabled and request.config.reads_all(0, [longest]):
-        out.write(f"note    every step is dense: the budget covers all of up to {longest:,} tokens\n")
-    out.write(job.caches.header(job))
-    if request.verify.enabled:
-        out.write(f"verify  {terminal.describe_verify(request.verify)}\n")
-    if job.cost is not None:
-        out.write(f"        {_describe(job.cost)}\n")
-    if request.method_is_default and request.config.cache_config.enabled:
-        out.write("        (the demo's default; --method off turns it off)\n")
-    out.write("\n")
-    out.flush()
 
 
 @dataclass

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from eps_core.attention.stats import StepOutput
 from eps_core.config.cache import DTYPE_BYTES, CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.prompts import encode_prompts, prompt_texts
+from eps_core.decode.prompts import encode_prompts
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
-from eps_core.evaluation.compare import demo_document
+from eps_core.evaluation.compare import texts_and_answer
 from eps_core.evaluation.outcomes import Ran, prompt_line, report
 from eps_core.evaluation.pays import PaysFrom, timing
 from eps_core.evaluation.request import RunRequest
@@ -47,73 +47,67 @@ class _Row:
     length: int  # tokens that the step attended for it
 
 
+_Steps = list[tuple[list[_Row], float]]  # rows and ms of each step; those that a prefill alone made are left out
+
+
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
     settings = Settings(request.config, None, request.audit_every, request.kernels, request.verify)
     path, module = resolve_for_engine(request.model, request.engine, gguf=True)
     with ExitStack() as stack:
+        # of its config.json and tokenizer; `path` is what the engine loads
         folder = path if path.is_dir() else stack.enter_context(module.without_weights(path))
-        return _run(request, settings, module, path, folder, out)
+        tokenizer, (context, ends) = load_tokenizer(folder), read_limits(folder)
+        texts, answer = texts_and_answer(request, context)
 
+        def tokens_of(text: str, most: int) -> list[int]:
+            return encode(tokenizer, folder, render(folder, text) if request.chat else text, not request.chat, most)
 
-def _run(request: RunRequest, settings: Settings, module: Any, path: Path, folder: Path, out: TextIO) -> dict[str, Any]:
-    """`path`: the model as its engine loads it; `folder`: its config.json and tokenizer."""
-    tokenizer, (context, ends) = load_tokenizer(folder), read_limits(folder)
-    texts = [text for prompt in request.prompts for text in prompt_texts(prompt, context, request.keep_newline)]
-    answer = None
-    if not request.prompts:
-        made = demo_document()
-        texts, answer = [made.prompt], made.answer
-
-    def tokens_of(text: str, most: int) -> list[int]:
-        return encode(tokenizer, folder, render(folder, text) if request.chat else text, not request.chat, most)
-
-    prompts = encode_prompts(texts, request.max_new_tokens, tokens_of, context)
-    with ExitStack() as stack:
-        lines, csv = (
-            None if file is None else stack.enter_context(outputs.Output(file, what))
-            for file, what in ((request.metrics, "metrics file"), (request.csv, "csv file"))
-        )
+        prompts = encode_prompts(texts, request.max_new_tokens, tokens_of, context)
+        lines, csv = request.outputs(stack)
         engine: Engine = module.open_engine(
             path, settings, request.device, request.dtype,
             max_tokens=max(map(len, prompts)) + request.max_new_tokens, num_sequences=len(prompts),
         )  # fmt: skip
         stack.callback(engine.close)
-        name = "demo" if request.model is None else str(request.model)
-        known = engine.describe()
-        _print_header(request, name, known, engine, [len(prompt) for prompt in prompts], answer, out)
-        warm_up_new = WARM_UP_NEW + (2 * settings.verify.most if settings.verify.enabled else 0)
+        lengths, known = [len(prompt) for prompt in prompts], engine.describe()
+        identity = {**known, "model": "demo" if request.model is None else str(request.model)}
+        _print_header(request, identity, engine, lengths, answer, out)
+        verified = settings.verify.enabled
+        warm_up_new = WARM_UP_NEW + (2 * settings.verify.most if verified else 0)
         for _ in engine.generate([prompts[0][:WARM_UP_TOKENS]], warm_up_new, Sampling(), True):
             pass
-        decoded: dict[str, _Decoded] = {}
+        decoded: dict[str, tuple[_Steps, Outcome]] = {}
         for side in ("dense", "eps") if request.baseline else ("eps",):
             engine.sparse.take_records()
             engine.sparse.take_rounds()
             engine.sparse.reset()
             decoded[side] = _decode(request, engine, prompts, ends, side, tokenizer, out)
-        verified = settings.verify.enabled
-        outcome = Outcome(rounds=engine.sparse.take_rounds()) if verified else None
-        outcome = outcome or Outcome(_sparse_records(decoded["eps"], engine))
-        outcomes = {"eps": decoded["eps"].side(outcome, tokenizer)}
+        steps, sparse = decoded["eps"]
+        if verified:
+            sparse.rounds = engine.sparse.take_rounds()
+        else:
+            sparse.records = _sparse_records(steps, engine)
+        dense = None
         if request.baseline:
-            like = _like(engine) if verified else outcome.records[0]
-            dense = _dense_records(decoded["dense"].steps, like, engine.computes_ahead)
-            outcomes["dense"] = decoded["dense"].side(Outcome(dense), tokenizer)
-        identity, plan = {**known, "model": name}, engine.sparse.plan
-        whole = None if verified else _ratio_of_model(plan, outcome.records)
+            steps, dense = decoded["dense"]
+            like = _like(engine) if verified else sparse.records[0]
+            dense.records = _dense_records(steps, like, engine.computes_ahead)
+        plan = engine.sparse.plan
+        whole = None if verified else _ratio_of_model(plan, sparse.records)
         if whole is not None:
             identity |= {"sparse_layers": len(plan.sparse), "num_layers": plan.num_layers, "bytes_ratio_model": whole}
         if lines is not None:
-            _write_metrics(stack.enter_context(outputs.JsonlWriter(lines)), request, engine, identity, outcomes)
+            _write_metrics(stack.enter_context(outputs.JsonlWriter(lines)), request, plan, identity, dense, sparse)
         if csv is not None:
-            write_csv(csv, outcome.rounds or outcome.records, ROUND_KEYS if verified else STEP_KEYS)
+            write_csv(csv, sparse.rounds or sparse.records, ROUND_KEYS if verified else STEP_KEYS)
         ran = Ran(
-            identity, settings.config, [len(prompt) for prompt in prompts], answer, settings.verify,
+            identity, settings.config, lengths, answer, settings.verify,
             pays=_timing(folder, engine.sparse.config, known, context),
             sparse_layers_of=None if whole is None else f"{len(plan.sparse)} of {plan.num_layers} layers",
             of_model=whole,
         )  # fmt: skip
-        return report(ran, outcomes.get("dense"), outcomes["eps"], out)
+        return report(ran, dense, sparse, out)
 
 
 def _ratio_of_model(plan: Plan, records: Sequence[StepRecord]) -> float | None:
@@ -137,20 +131,6 @@ def _timing(path: Path, config: EpsConfig, known: dict[str, Any], max_context: i
     return timing(backend, known["device"], kernels, spec, heads, config, max_context)
 
 
-@dataclass
-class _Decoded:
-    """The output of one run of the engine: its decode steps, and every token."""
-
-    steps: list[tuple[list[_Row], float]]  # rows and ms; of steps that a prefill alone made nothing
-    tokens: list[list[int]]
-    prefill_ms: float | None
-
-    def side(self, outcome: Outcome, tokenizer: Tokenizer) -> Outcome:
-        """Return the outcome with what was said, and the time of the prefill."""
-        texts = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in self.tokens]
-        return replace(outcome, tokens=self.tokens, texts=texts, prefill_ms=self.prefill_ms)
-
-
 def _decode(
     request: RunRequest,
     engine: Engine,
@@ -159,10 +139,10 @@ def _decode(
     side: str,
     tokenizer: Tokenizer,
     out: TextIO,
-) -> _Decoded:
-    """One run of all prompts; a single one's text is shown as it comes."""
-    done = _Decoded([], [[] for _ in prompts], None)
-    alone = len(prompts) == 1
+) -> tuple[_Steps, Outcome]:
+    """One run of all prompts, and what it said; a single one's text is shown as it comes."""
+    found: _Steps = []
+    done, alone = Outcome(tokens=[[] for _ in prompts]), len(prompts) == 1
     text = terminal.TextStream(tokenizer, lambda piece: (out.write(piece), out.flush()), f"{side:5} > ")
     progress = terminal.Progress(f"{side}: prefill and decode", "tokens")
     first = 1 if engine.first_token_is_prefill else 0
@@ -180,25 +160,25 @@ def _decode(
                 if alone:
                     text.add(token)
             if rows:
-                done.steps.append((rows, step.ms))
+                found.append((rows, step.ms))
             if not alone:
                 progress(sum(map(len, done.tokens)), request.max_new_tokens * len(prompts))
     done.prefill_ms = engine.prefill_ms
+    done.texts = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in done.tokens]
     if alone:
         text.flush()
         out.write("\n")
     else:
-        given = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in done.tokens)
-        out.writelines(f"{side:5} {i} > {said}\n" for i, said in enumerate(given, start=1))
+        out.writelines(f"{side:5} {i} > {said}\n" for i, said in enumerate(done.texts, start=1))
     out.flush()
-    return done
+    return found, done
 
 
-def _sparse_records(decoded: _Decoded, engine: Engine) -> list[StepRecord]:
+def _sparse_records(steps: _Steps, engine: Engine) -> list[StepRecord]:
     """The gate's records of the steps that said something, with what they said and their times."""
     records = iter(engine.sparse.take_records())
     found: list[StepRecord] = []
-    for rows, ms in decoded.steps:
+    for rows, ms in steps:
         wanted, k_reread = Counter(row.length for row in rows), 0
         # a prompt's chunk of one token is sparse as any token, and no step
         while wanted - Counter((record := next(records)).lengths):
@@ -220,48 +200,35 @@ def _like(engine: Engine) -> StepRecord:
     return step_record(0, [], [], [1], output, spec, engine.sparse.config, None, 0)
 
 
-def _dense_records(
-    steps: Sequence[tuple[list[_Row], float]], sparse: StepRecord, computes_ahead: bool
-) -> list[StepRecord]:
-    """Steps of the engine alone, whose records are like that of a sparse one."""
+def _dense_records(steps: _Steps, sparse: StepRecord, computes_ahead: bool) -> list[StepRecord]:
+    """Steps of the engine alone, whose records are like that of a sparse one: every byte of the layers that EPS gates
+    was read, of sequences that have just ended too."""
+    token_bytes = sparse.bytes_kv_dense // sum(sparse.lengths)
+    heads = np.ones_like(sparse.total_by_head)
     found, before = [], list[_Row]()
     for index, (rows, ms) in enumerate(steps):
         there = {row.sequence for row in rows}
         ended = [row.length + 1 for row in before if computes_ahead and row.sequence not in there]
-        found.append(_dense_record(index, rows, ended, ms, sparse))
-        before = rows
+        lengths, before = [row.length for row in rows] + ended, rows
+        num_bytes = sum(lengths) * token_bytes
+        record = replace(
+            sparse, sequences=[row.sequence for row in rows], tokens=[row.token for row in rows], lengths=lengths,
+            step=index, decode_ms=ms, pages_total=heads.size, pages_visited=heads.size, pages_skipped=0,
+            pages_always_selected=0, pages_wanted=None, bytes_kv_read_est=num_bytes, bytes_kv_dense=num_bytes,
+            bytes_kv_kept=num_bytes, bytes_summary_read=0, bytes_k_reread=0, skipped_mass_mean=None,
+            skipped_mass_bound_max=None, skipped_mass_true_max=None, output_error_bound=None, extensions=0,
+            pages_extended=0, audited=False, audit_kl=None, audit_alarms=0, bound_by_head=None, estimate_by_head=None,
+            true_by_head=None, extended_by_head=None, fallbacks={}, selected_by_head=heads, total_by_head=heads,
+        )  # fmt: skip
+        found.append(record)
     return found
 
 
-def _dense_record(index: int, rows: Sequence[_Row], ended: list[int], ms: float, sparse: StepRecord) -> StepRecord:
-    """A step of the engine alone: every byte of the layers that EPS gates was read, of sequences that have just `ended`
-    too."""
-    lengths = [row.length for row in rows] + ended
-    token_bytes = sparse.bytes_kv_dense // sum(sparse.lengths)
-    heads = np.ones_like(sparse.total_by_head)
-    return replace(
-        sparse,
-        sequences=[row.sequence for row in rows],
-        tokens=[row.token for row in rows],
-        lengths=lengths,
-        step=index,
-        decode_ms=ms,
-        pages_total=heads.size, pages_visited=heads.size, pages_skipped=0, pages_always_selected=0, pages_wanted=None,
-        bytes_kv_read_est=sum(lengths) * token_bytes, bytes_kv_dense=sum(lengths) * token_bytes,
-        bytes_kv_kept=sum(lengths) * token_bytes,
-        bytes_summary_read=0, bytes_k_reread=0, skipped_mass_mean=None, skipped_mass_bound_max=None,
-        skipped_mass_true_max=None, output_error_bound=None, extensions=0, pages_extended=0, audited=False,
-        audit_kl=None, audit_alarms=0, bound_by_head=None, estimate_by_head=None, true_by_head=None,
-        extended_by_head=None, fallbacks={}, selected_by_head=heads, total_by_head=heads,
-    )  # fmt: skip
-
-
 def _print_header(
-    request: RunRequest, name: str, known: dict[str, Any], engine: Engine, lengths: list[int], answer: str | None,
-    out: TextIO,
-) -> None:  # fmt: skip
+    request: RunRequest, known: dict[str, Any], engine: Engine, lengths: list[int], answer: str | None, out: TextIO
+) -> None:
     versions = known["versions"].get(request.engine, "")
-    out.write(f"model   {name}\n")
+    out.write(f"model   {known['model']}\n")
     out.write(
         f"engine  {request.engine} {versions} on {known['device']}, {known['dtype']}, kernels {known['kernels']}\n"
     )
@@ -276,14 +243,10 @@ def _print_header(
 
 
 def _write_metrics(
-    writer: outputs.JsonlWriter,
-    request: RunRequest,
-    engine: Engine,
-    identity: dict[str, Any],
-    outcomes: dict[str, Outcome],
-) -> None:
+    writer: outputs.JsonlWriter, request: RunRequest, plan: Plan, identity: dict[str, Any], dense: Outcome | None,
+    sparse: Outcome,
+) -> None:  # fmt: skip
     """The same lines as of our own decoders: a run, its sparse steps, a summary."""
-    versions = identity["versions"]
     writer.write(
         {
             "type": "run",
@@ -293,12 +256,10 @@ def _write_metrics(
             **engine.sparse.plan.to_dict(),
             "sampling": vars(request.sampling),
             "max_new_tokens": request.max_new_tokens,
-            **provenance.provenance(versions),
+            **provenance.provenance(identity["versions"]),
         }
     )
-    outcome = outcomes["eps"]
-    for record in outcome.rounds or outcome.records:
+    for record in sparse.rounds or sparse.records:
         writer.write(record.to_dict())
-    dense = outcomes.get("dense")
-    whole = {"bytes_ratio_model": identity["bytes_ratio_model"]} if "bytes_ratio_model" in identity else {}
-    writer.write({"type": "summary", **outcomes["eps"].summary(), **whole, "dense": dense.summary() if dense else None})
+    whole = {name: identity[name] for name in ("bytes_ratio_model",) if name in identity}
+    writer.write({"type": "summary", **sparse.summary(), **whole, "dense": dense.summary() if dense else None})

@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -47,7 +48,6 @@ IDENTITY = (
     "questions_sha256", "verify",
 )  # fmt: skip
 _ASKED = ("tasks", "contexts", "samples", "text_steps", "oracle", "seed")  # and `chat`, where it is asked for
-_Found = TypeVar("_Found", Answer, Followed)
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,12 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
         session.load(request.verify)
     with file, terminal.Progress("evaluate:", "samples") as progress:
 
-        def found(there: dict[int, Line], line: Line, what: str, work: Callable[[], Mapping[str, Any]]) -> Line:
-            """The line of a sample or document: what `there` is of it, else of the work that is done now, and kept."""
-            index = line["index"]
+        def found(
+            line: Line, names: Iterable[str], kind: type, what: str, work: Callable[[], Mapping[str, Any]]
+        ) -> Any:
+            """{variant: Answer or Followed, the `kind`} of a sample or document: of its line in the file, else of the
+            work that is done now, and kept."""
+            there, index = samples if kind is Answer else documents, line["index"]
             if index not in there:
                 progress(len(samples) + len(documents), num_samples + num_documents, what)
                 try:
@@ -194,29 +197,27 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
                     raise ConfigError(f"{what} failed ({fault_line(error)}){kept}") from error
                 there[index] = {**line, **{variant: asdict(one) for variant, one in did.items()}}
                 file.write(there[index])
-            return there[index]
+            try:
+                return {name: kind(**there[index][name]) for name in names}
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise ConfigError(f"{output.path} is damaged at {line['type']} {index}: give another -o") from error
 
-        tasks, texts, index = [], [], 0
+        tasks, texts, indices = [], [], count()
         for questions in groups:
             answers = []
             for question in questions:
-                line = _sample_line(index, question)
-                line = found(
-                    samples, line, question.sample.task, partial(ask, session, question, variants, request.verify)
-                )
-                answers.append(_variants_of(line, (DENSE, *variants), Answer, output.path))
-                index += 1
+                line = _sample_line(next(indices), question)
+                work = partial(ask, session, question, variants, request.verify)
+                answers.append(found(line, (DENSE, *variants), Answer, question.sample.task, work))
             tasks.append(quality.task_result(questions, answers, request.seed))
             file.write_once({"type": "task", **asdict(tasks[-1])})
-        index = 0
+        indices = count()
         for context, of_context in windows.items():
             followed = []
             for tokens in of_context:
-                line = {"type": "document", "index": index, "context_tokens": context}
+                line = {"type": "document", "index": next(indices), "context_tokens": context}
                 work = partial(follow_text, session, tokens, request.text_steps, variants)
-                line = found(documents, line, f"text at {context:,} tokens", work)
-                followed.append(_variants_of(line, variants, Followed, output.path))
-                index += 1
+                followed.append(found(line, variants, Followed, f"text at {context:,} tokens", work))
             texts.append(quality.text_result(context, request.text_steps, followed, request.seed))
             file.write_once({"type": "text", **asdict(texts[-1])})
     out.write(quality.table(tasks, texts, out) + "\n")
@@ -239,14 +240,6 @@ def _questions_sha256(groups: list[list[Question]]) -> str:
     """Return the hash of all that is asked and how it is scored."""
     asked = [[one.tokens, one.max_new_tokens, *astuple(replace(one.sample, prompt=""))] for g in groups for one in g]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-
-
-def _variants_of(line: Line, variants: Iterable[str], kind: Callable[..., _Found], path: Path) -> dict[str, _Found]:
-    """Return every variant's outcome from its line in the results at `path`."""
-    try:
-        return {variant: kind(**line[variant]) for variant in variants}
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{path} is damaged at {line['type']} {line['index']}: give another -o") from error
 
 
 def _sample_line(index: int, question: Question) -> Line:

@@ -79,7 +79,7 @@ def bounded_skip(upper: np.ndarray, log_masses: np.ndarray, levels: Sequence[flo
 
 
 def false_skips(selected_mask: np.ndarray, truth: Truth, epsilon: float) -> np.ndarray:
-    """[Hkv] skipped groups that F20 calls false (see `ReplayResult`): visit [Hkv, G] bool."""
+    """[Hkv] skipped groups that should have been read (see `ReplayResult`): selected_mask [Hkv, G] bool."""
     best = truth.log_masses.max(axis=1)
     order = np.argsort(-best, axis=1, kind="stable")
     rank = np.argsort(order, axis=1, kind="stable")

@@ -107,6 +107,12 @@ def report(
             checks.append((name, shown[0], shown[1]))
     dense_summary, eps_summary = dense.summary() if dense else None, sparse.summary() if sparse else None
     hybrid = None if ran.sparse_layers_of is None or ran.of_model is None else (ran.sparse_layers_of, ran.of_model)
+    # what each side took from stored prompts, where these are kept
+    stored = {name: side.stored for name, side in (("dense", dense), ("eps", sparse)) if side and side.stored}
+    eps = None
+    if sparse and eps_summary:
+        verify = ran.verify if ran.verify.enabled else None
+        eps = {"label": ran.labels[1], **terminal.outcome_json(_alone(sparse), eps_summary, ran.config, verify)}
     table = terminal.run_table(dense_summary, eps_summary, checks, layer, out, ran.labels, hybrid)
     out.write(f"\n{table}\n")
     if dense_summary and eps_summary:
@@ -119,31 +125,20 @@ def report(
         "new_tokens": sum(map(len, main.tokens)),
         # of several prompts, `sequences` tells each
         "text": main.texts[0] if alone else None,
-        "tokens": _warned(main),
+        "tokens": _alone(main),
         "tokens_equal": None if same is None else all(same),
         "bytes_ratio": eps_summary["bytes_ratio"] if eps_summary else None,
-        "dense": terminal.outcome_json(_warned(dense), dense_summary) if dense and dense_summary else None,
-        "eps": _eps_json(ran, sparse, eps_summary) if sparse and eps_summary else None,
+        "dense": terminal.outcome_json(_alone(dense), dense_summary) if dense and dense_summary else None,
+        "eps": eps,
         **({"partings": [asdict(one) for one in parted]} if ran.verify.enabled else {}),
         **divergence,
-        **_stored_json(dense, sparse),
+        **({"stored": stored} if stored else {}),
         **({} if layer is None else {"layer": layer}),
         **({} if alone else {"sequences": _sequences(ran, main, dense, same)}),
     }
 
 
-def _stored_json(dense: Outcome | None, sparse: Outcome | None) -> dict[str, Any]:
-    """Return the counts of what each side took from stored prompts, where these are kept."""
-    given = {name: side.stored for name, side in (("dense", dense), ("eps", sparse)) if side and side.stored}
-    return {"stored": given} if given else {}
-
-
-def _eps_json(ran: Ran, sparse: Outcome, summary: dict[str, Any]) -> dict[str, Any]:
-    verify = ran.verify if ran.verify.enabled else None
-    return {"label": ran.labels[1]} | terminal.outcome_json(_warned(sparse), summary, ran.config, verify)
-
-
-def _warned(side: Outcome) -> list[int] | None:
+def _alone(side: Outcome) -> list[int] | None:
     """The tokens that were said, where one prompt was."""
     return side.tokens[0] if len(side.tokens) == 1 else None
 

@@ -7,7 +7,7 @@ other methods see what the live decode saw. Letters as in `attention.protocol`; 
 replayed, N steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,33 +82,32 @@ class ReplayResult:
 
     def summary(self) -> dict[str, Any]:
         """Means over layers, steps and kv heads, and sums of counts. Unknown is None."""
-        config, num_heads = self.config, self.selected.shape[2]
+        cache, selection = self.config.cache_config, self.config.selection_config
+        by_share = selection.policy == "topk" and selection.top_pages is None
         total = np.broadcast_to(self.groups[None, :, None], self.selected.shape)
         row: dict[str, Any] = {
-            "method": config.cache_config.method,
-            "group_size": config.cache_config.S,
-            "bits": config.cache_config.code_bits,
-            "mean_tokens": config.cache_config.mean_tokens or None,
-            "mean_bits": config.cache_config.mean_bits if config.cache_config.mean_tokens else None,
-            "cascade": list(config.selection_config.cascade) or None,
-            "rescore": config.selection_config.rescore or None,
-            "dim": config.cache_config.dim,
-            "policy": config.selection_config.policy,
-            "budget": config.selection_config.budget
-            if config.selection_config.policy == "topk" and config.selection_config.top_pages is None
-            else None,
-            "strict": config.selection_config.strict,
+            "method": cache.method,
+            "group_size": cache.S,
+            "bits": cache.code_bits,
+            "mean_tokens": cache.mean_tokens or None,
+            "mean_bits": cache.mean_bits if cache.mean_tokens else None,
+            "cascade": list(selection.cascade) or None,
+            "rescore": selection.rescore or None,
+            "dim": cache.dim,
+            "policy": selection.policy,
+            "budget": selection.budget if by_share else None,
+            "strict": selection.strict,
             "bytes_ratio": self.bytes_ratio,
             "summary_ratio": float(self.summary_bytes.sum() / self.dense_bytes.sum()),
             "selected_ratio": float(self.selected.sum() / total.sum()),
-            "always_selected_ratio": float(self.always_selected.sum() * num_heads / total.sum()),
+            "always_selected_ratio": float(self.always_selected.sum() * self.selected.shape[2] / total.sum()),
             "recall": _mean(self.recall),
             "skipped_est": _mean(self.skipped_est),
             "skipped_true": _mean(self.skipped_true),
-            "skipped_true_max": _largest(self.skipped_true),
+            "skipped_true_max": _mean(self.skipped_true, np.max),
             "false_skip_rate": _ratio(self.false_skips, total - self.selected),
             "output_error": _mean(self.output_error),
-            "output_error_max": _largest(self.output_error),
+            "output_error_max": _mean(self.output_error, np.max),
             "union_amplification": _mean(self.union_amplification),
             "upper_gap": _mean(self.upper_gap),
             "error_bound": _mean(self.error_bound),
@@ -145,14 +144,10 @@ class ReplayResult:
 _LEVELS = tuple(enumerate(CERTIFIED_LEVELS))
 
 
-def _mean(values: np.ndarray) -> float | None:
+def _mean(values: np.ndarray, of: Callable[[np.ndarray], Any] = np.mean) -> float | None:
+    """The mean, or another figure, of what is known."""
     known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else None
-
-
-def _largest(values: np.ndarray) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.max()) if known.size else None
+    return float(of(known)) if known.size else None
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> float | None:
@@ -185,7 +180,7 @@ def replay_many(
     backend = load_backend("auto") if backend is None else backend
     device = choose_device(backend, device)
     layers = capture.info.layers if layers is None else tuple(layers)
-    shared: dict[tuple[CacheConfig, tuple[float, ...], float], list[int]] = {}  # what is scored alike
+    shared: dict[tuple[CacheConfig, tuple[Any, ...]], list[int]] = {}  # what is scored alike
     for index, config in enumerate(configs):
         if not config.cache_config.enabled:
             raise ConfigError("method off selects nothing: replay needs another method")
@@ -195,38 +190,25 @@ def replay_many(
                 f"head modes are of {len(modes)} layers x {len(modes[0])} kv heads, the capture's model has "
                 f"{capture.info.num_layers} x {capture.info.num_kv_heads}: calibrate that model"
             )
-        selection_config = config.selection_config  # a score reads on in more groups where more are selected
-        scored = (
-            selection_config.cascade,
-            selection_config.rescore,
-            selection_config.policy,
-            selection_config.budget,
-            selection_config.budget_floor,
-            selection_config.top_pages,
-        )
-        shared.setdefault((config.cache_config, *(scored if config.cache_config.method_spec.coded else ())), []).append(
-            index
-        )
+        # a score of codes reads on in more groups where more are selected
+        scored = ("cascade", "rescore", "policy", "budget", "budget_floor", "top_pages")
+        coded = config.cache_config.method_spec.coded
+        read = tuple(getattr(config.selection_config, name) for name in scored if coded)
+        shared.setdefault((config.cache_config, read), []).append(index)
     rows: list[list[dict[str, Any]]] = [[] for _ in configs]  # of each configuration, one a (layer, step)
     for layer in layers:
         q, k, v = capture.layer(layer)
         keys, values = (np.ascontiguousarray(x.swapaxes(0, 1).astype(np.float64)) for x in (k, v))
-        for (cache_config, *_), members in shared.items():
-            one_layer = [_of_layer(configs[index], layer) for index in members]
+        for (cache_config, _), members in shared.items():
             state = _Layer(capture, backend, device, cache_config, q, k, v, keys, values)
+            one_layer = []  # the configurations for a cache of that layer alone
+            for config in (configs[index] for index in members):
+                modes = config.selection_config.head_modes
+                one_layer.append(config if modes is None else config.replace(head_modes=(modes[layer],)))
             for step in range(len(capture.lengths)):
                 for index, row in zip(members, state.step(step, one_layer), strict=True):
                     rows[index].append(row)
     return [_result(capture, config, layers, found) for config, found in zip(configs, rows, strict=True)]
-
-
-def _of_layer(config: EpsConfig, layer: int) -> EpsConfig:
-    """The configuration for a cache of that layer alone."""
-    return (
-        config
-        if config.selection_config.head_modes is None
-        else config.replace(head_modes=(config.selection_config.head_modes[layer],))
-    )
 
 
 def _result(capture: Capture, config: EpsConfig, layers: Sequence[int], rows: Sequence[dict[str, Any]]) -> ReplayResult:
@@ -238,26 +220,25 @@ def _result(capture: Capture, config: EpsConfig, layers: Sequence[int], rows: Se
     return ReplayResult(config, tuple(layers), capture.lengths, -(-capture.lengths // config.cache_config.S), **arrays)
 
 
+@dataclass
 class _Layer:
     """One layer's cache, followed step by step."""
 
-    def __init__(
-        self,
-        capture: Capture,
-        backend: Backend,
-        device: str,
-        cache_config: CacheConfig,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-    ) -> None:
-        info, self.backend, self.device, self.lengths = capture.info, backend, device, capture.lengths
-        self.scale, self.q, self.k, self.v, self.keys, self.values = info.scale, q, k, v, keys, values
-        units = -(-int(self.lengths[-1]) // cache_config.unit_tokens)
+    capture: Capture
+    backend: Backend
+    device: str
+    cache_config: CacheConfig
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    keys: np.ndarray  # k and v by head, in float64
+    values: np.ndarray
+
+    def __post_init__(self) -> None:
+        info, self.lengths = self.capture.info, self.capture.lengths
+        units = -(-int(self.lengths[-1]) // self.cache_config.unit_tokens)
         spec = CacheSpec(1, info.num_kv_heads, info.head_dim, units, info.kv_dtype, max_open_groups=1)
-        self.cache = backend.new_cache(spec, cache_config, device)
+        self.cache = self.backend.new_cache(spec, self.cache_config, self.device)
         self.table = np.arange(units, dtype=np.int32)
         self.written = 0
         # as the live cache was filled: the last token of the first step comes alone
@@ -278,33 +259,32 @@ class _Layer:
         for end in range(self.written + 1, length + 1):
             self._write(end)
         spec = self.cache.spec
-        truth = truth_of(
-            self.q[step], self.keys[:, :length], self.values[:, :length], self.scale, self.cache.cache_config.S
-        )  # fmt: skip
+        keys, values, size = self.keys[:, :length], self.values[:, :length], self.cache_config.S
+        truth = truth_of(self.q[step], keys, values, self.capture.info.scale, size)
         q = self.backend.from_numpy(self.q[step][None], "float32", self.device)
-        table = self.table[None, : -(-length // self.cache.cache_config.unit_tokens)]
+        table = self.table[None, : -(-length // self.cache_config.unit_tokens)]
         scores = self.backend.score(self.cache, 0, q, StepPlan.of(configs[0], table, np.array([length])))
-        method_spec = self._facts(scores, truth)
-        dense = {"dense_bytes": length * spec.num_kv_heads * spec.kv_token_bytes}
-        return [method_spec | dense | self._attend(config, q, table, length, truth) for config in configs]
+        facts = self._facts(scores, truth)
+        facts["dense_bytes"] = length * spec.num_kv_heads * spec.kv_token_bytes
+        return [facts | self._attend(config, q, table, length, truth) for config in configs]
 
     def _facts(self, scores: Scores, truth: Truth) -> dict[str, Any]:
         """Return the facts that follow from scores and truth alone, whatever is selected."""
         kv_heads, _, groups = truth.log_masses.shape
         estimate = self._host(scores.estimate)[:, :groups]
-        method_spec: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "recall_at": recall_at(estimate, truth.shares, RECALL_FRACTIONS),
             "oracle_skip": bounded_skip(truth.log_masses, truth.log_masses, CERTIFIED_LEVELS),
         }
         if scores.upper is None:
             none, zero = np.full(kv_heads, np.nan), np.zeros(kv_heads, np.int64)
             counts = dict.fromkeys(("bound_checks", "lower_violations", "upper_violations"), zero)
-            return method_spec | counts | {"upper_gap": none, "bounded_skip": np.full((kv_heads, len(_LEVELS)), np.nan)}
+            return facts | counts | {"upper_gap": none, "bounded_skip": np.full((kv_heads, len(_LEVELS)), np.nan)}
         lower, upper = (self._host(bound)[..., :groups] for bound in (scores.lower, scores.upper))
         known = np.isfinite(upper)
         checks = known.sum(axis=(1, 2))
         gap = np.where(known, upper, 0) - np.where(known, truth.log_masses, 0)
-        return method_spec | {
+        return facts | {
             "bound_checks": checks,
             "lower_violations": (lower > truth.log_masses).sum(axis=(1, 2)),
             "upper_violations": (upper < truth.log_masses).sum(axis=(1, 2)),

@@ -1,6 +1,7 @@
 """The settings of one `eps-proto run`, and which of them exclude each other."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from eps_core.errors import require
 from eps_core.evaluation.runner import UNVERIFIED
 from eps_core.evaluation.trace import Trace
 from eps_core.eviction.config import EvictionConfig
+from eps_core.io.outputs import Output
 from eps_core.load import OWN
 from eps_core.metrics.steps import AUDIT_FACTOR
 
@@ -77,12 +79,16 @@ class RunRequest:
     @property
     def reads(self) -> str:
         """Return the name of what reads the cache beside the dense run."""
-        names = [
-            name
-            for name, on in (("EPS", self.config.cache_config.enabled), (self.keep.policy, self.keep.enabled))
-            if on
-        ]
-        return " + ".join(names) or "dense"
+        named = ("EPS", self.config.cache_config.enabled), (self.keep.policy, self.keep.enabled)
+        return " + ".join(name for name, on in named if on) or "dense"
+
+    def outputs(self, stack: ExitStack) -> tuple[Output | None, Output | None]:
+        """Return the files of metrics and of CSV, where they are asked for: this process's own until `stack` closes."""
+        lines, csv = (
+            None if path is None else stack.enter_context(Output(path, what))
+            for path, what in ((self.metrics, "metrics file"), (self.csv, "csv file"))
+        )
+        return lines, csv
 
     def check(self) -> None:
         """Raises ConfigError, in one line, for what excludes each other or asks for nothing."""

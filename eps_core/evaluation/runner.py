@@ -10,7 +10,6 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
 from eps_core.config.selection import SelectionConfig
 from eps_core.config.speculative import SpeculativeConfig
@@ -186,7 +185,12 @@ def run_batch(
     texts = documents[0].forced is not None
     found: dict[K, Outcome] = {}
     short = sum(len(prefix.tokens) for prefix in prefixes) < CENTRE_TOKENS
-    for cache_config, mine in _groups(variants, short):
+    shared: dict[Hashable, list[K]] = {}
+    for name, config in variants.items():
+        apart = name if short and config.cache_config.bound_bits else None
+        shared.setdefault((config.cache_config, apart), []).append(name)
+    for mine in shared.values():
+        cache_config = variants[mine[0]].cache_config
         cache, pool = session.cache(cache_config, [num_tokens] * len(documents))
         written = []
         for prefix in prefixes:
@@ -202,16 +206,6 @@ def run_batch(
             if texts and dense is not None:
                 found[name].against(dense)
     return {name: found[name] for name in variants}
-
-
-def _groups(variants: Mapping[K, EpsConfig], alone: bool) -> list[tuple[CacheConfig, list[K]]]:
-    """The variants that share a cache, by what it keeps; where they must stand `alone`, each by itself if it finds a
-    centroid."""
-    found: dict[Hashable, tuple[CacheConfig, list[K]]] = {}
-    for name, config in variants.items():
-        key = (config.cache_config, name) if alone and config.cache_config.bound_bits else config.cache_config
-        found.setdefault(key, (config.cache_config, []))[1].append(name)
-    return list(found.values())
 
 
 def run_document(

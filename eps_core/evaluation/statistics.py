@@ -24,7 +24,12 @@ def bootstrap_interval(
     few values (below about 20) it covers somewhat less than `level`.
     """
     values = np.asarray(values, dtype=np.float64)
-    _check(values, level)
+    if values.ndim != 1 or len(values) == 0:
+        raise ValueError(f"values of shape {values.shape}: one number a document, at least one")
+    if not np.isfinite(values).all():
+        raise ValueError("a value is NaN or infinite: a mean of it would say nothing")
+    if not 0 < level < 1:
+        raise ValueError(f"level {level} is outside (0, 1)")
     if len(values) < 2:
         return None
     rng = np.random.default_rng(seed)
@@ -39,22 +44,22 @@ def bootstrap_interval(
 
 
 def paired_difference(
-    first: Sequence[float] | np.ndarray,
-    second: Sequence[float] | np.ndarray,
-    seed: int,
-    level: float = 0.95,
-    resamples: int = RESAMPLES,
+    first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray, seed: int
 ) -> tuple[float, tuple[float, float] | None]:
-    """(mean of first - second, its bootstrap interval); `first[i]` and `second[i]` [N] are of the same document.
+    """(mean of first - second, its 95 % bootstrap interval); `first[i]` and `second[i]` [N] are of the same document.
 
     Pairing takes the documents' own difficulty out of the spread.
     """
-    first, second = (np.asarray(side, dtype=np.float64) for side in (first, second))
+    first, second = _paired(first, second)
+    differences = first - second
+    return float(differences.mean()), bootstrap_interval(differences, seed)
+
+
+def _paired(*sides: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    first, second = (np.asarray(side, dtype=np.float64) for side in sides)
     if first.shape != second.shape:
         raise ValueError(f"{len(first)} scores against {len(second)}: paired scores are of the same documents")
-    differences = first - second
-    interval = bootstrap_interval(differences, seed, level, resamples)
-    return float(differences.mean()), interval
+    return first, second
 
 
 def mcnemar_exact(first_only: int, second_only: int) -> float:
@@ -73,37 +78,24 @@ def mcnemar_exact(first_only: int, second_only: int) -> float:
 def sign_test(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
     """Two-sided exact p value that the paired scores [N] differ in neither direction; ties are left out. Of scores that
     are 0 or 1 this is `mcnemar_exact`."""
-    first, second = np.asarray(first), np.asarray(second)
-    if first.shape != second.shape:
-        raise ValueError(f"{len(first)} scores against {len(second)}: paired scores are of the same documents")
+    first, second = _paired(first, second)
     return mcnemar_exact(int((first > second).sum()), int((first < second).sum()))
 
 
-def wilson_interval(successes: int, total: int, level: float = 0.95) -> tuple[float, float] | None:
-    """Wilson's score interval (1927) of a share, 0 to 1. Unlike the bootstrap it has a width at 0 and at 1. None of
-    nothing."""
+def wilson_interval(successes: int, total: int) -> tuple[float, float] | None:
+    """Wilson's 95 % score interval (1927) of a share, 0 to 1. Unlike the bootstrap it has a width at 0 and at 1. None
+    of nothing."""
     if not 0 <= successes <= total:
         raise ValueError(f"{successes} successes of {total} cannot be")
-    if not 0 < level < 1:
-        raise ValueError(f"level {level} is outside (0, 1)")
     if total == 0:
         return None
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = NormalDist().inv_cdf(0.975)
     share = successes / total
     scale = 1 + z * z / total
     centre = (share + z * z / (2 * total)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     # exactly 0 and 1 at the ends, where rounding would leave 1e-17
     return (0.0 if successes == 0 else centre - half), (1.0 if successes == total else centre + half)
-
-
-def _check(values: np.ndarray, level: float) -> None:
-    if values.ndim != 1 or len(values) == 0:
-        raise ValueError(f"values of shape {values.shape}: one number a document, at least one")
-    if not np.isfinite(values).all():
-        raise ValueError("a value is NaN or infinite: a mean of it would say nothing")
-    if not 0 < level < 1:
-        raise ValueError(f"level {level} is outside (0, 1)")
 
 
 def bytes_at_kl(curve: Iterable[tuple[float | None, float | None]], kl: float = 0.01) -> tuple[float | None, str]:
