@@ -11,7 +11,7 @@ from eps_core.errors import ConfigError, install
 BACKENDS = ("numpy", "mlx", "cuda")
 # what computes: array operations, or kernels compiled for CPUs (numba) and GPUs (triton, metal). Speed only
 KERNELS = ("arrays", "numba", "triton", "metal")
-_PLATFORMS = {"numpy": "eps_core.bench.platform", "mlx": "eps_mlx.bench", "cuda": "eps_cuda.bench"}
+_PLATFORMS = {"numpy": "eps_core.cpu.host", "mlx": "eps_mlx.bench", "cuda": "eps_cuda.bench"}
 _MODULES = {"numpy": "eps_core.reference", "mlx": "eps_mlx", "cuda": "eps_cuda"}
 _ENGINES = {
     "mlx-lm": "eps_mlx.integrations.mlx_lm",
@@ -60,7 +60,7 @@ def backend_of(engine: str) -> Backend:
 
 
 def load_platform(name: str) -> Any:
-    """The module of a backend that times what its platform offers: see `bench.platform` for what each function says."""
+    """The module of a backend that times what its platform offers: see `cpu.host` for what each function says."""
     return importlib.import_module(_PLATFORMS[name])
 
 

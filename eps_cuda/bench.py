@@ -1,12 +1,13 @@
 """The benchmarks' view of Torch: dense attention as good as it gets, a clock, copies, cold caches, CUDA graphs.
 
-See eps_core.bench.platform for what each function promises. GPUs are timed by events on their own clock.
+See eps_core.cpu.host for what each function promises. GPUs are timed by events on their own clock.
 """
 
 import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from eps_core.backend.gpu import covers_codes
-from eps_core.cpu.host import Variant, host_bandwidth_variants, host_cache_bytes, host_free_bytes, host_name, wall_clock
+from eps_core.cpu import host
+from eps_core.cpu.host import Variant
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.cache import Cache
 from eps_cuda.device import devices, empty_pool, gpu
@@ -81,8 +83,8 @@ def _flex(single: Tensor, k: Tensor, v: Tensor, shape: torch.Size, shares: bool)
 
 def _flashinfer(k: Tensor, v: Tensor, q: Tensor) -> Variant:
     """Paged decode, which splits the sequence over the GPU; planned once, as an engine does for all of its layers."""
-    planned: list[Any] = []
 
+    @cache
     def plan() -> Any:
         if importlib.util.find_spec("flashinfer") is None:
             raise RuntimeError("not installed: pip install flashinfer-python")
@@ -107,9 +109,7 @@ def _flashinfer(k: Tensor, v: Tensor, q: Tensor) -> Variant:
         return wrapper, paged
 
     def attend() -> Tensor:
-        if not planned:
-            planned.extend(plan())
-        wrapper, paged = planned
+        wrapper, paged = plan()
         return wrapper.run(q, paged)
 
     return attend
@@ -123,7 +123,7 @@ def synchronize(*results: Any) -> None:
 
 def stopwatch(device: str) -> Callable[[Variant], tuple[float, Any]]:
     if device == "cpu":
-        return wall_clock(lambda result: None)
+        return host.stopwatch(device)
 
     def timed(function: Variant) -> tuple[float, Any]:
         start, end = (gpu(device).Event(enable_timing=True) for _ in range(2))
@@ -147,7 +147,7 @@ def flusher(num_bytes: int, device: str) -> Variant:
 
 def bandwidth_variants(num_bytes: int, device: str) -> dict[str, tuple[Variant, int]]:
     if device == "cpu":
-        return host_bandwidth_variants(num_bytes)
+        return host.bandwidth_variants(num_bytes, device)
     source, target = (torch.ones(num_bytes // 4, device=device) for _ in range(2))
     return {"copy": (lambda: target.copy_(source), 2 * num_bytes), "read": (source.max, num_bytes)}
 
@@ -160,14 +160,14 @@ def stack_heads(parts: Sequence[Tensor]) -> Tensor:
 
 
 def free_bytes(device: str) -> int | None:
-    return host_free_bytes() if device == "cpu" else gpu(device).mem_get_info()[0]
+    return host.free_bytes(device) if device == "cpu" else gpu(device).mem_get_info()[0]
 
 
 def last_cache_bytes(device: str) -> int | None:
     """None where the device does not say."""
-    return (
-        host_cache_bytes() if device == "cpu" else getattr(gpu(device).get_device_properties(0), "L2_cache_size", None)
-    )
+    if device == "cpu":
+        return host.last_cache_bytes(device)
+    return getattr(gpu(device).get_device_properties(0), "L2_cache_size", None)
 
 
 def device_facts(device: str) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def device_facts(device: str) -> dict[str, Any]:
             from eps_cuda.kernels.cpu import kernel_threads  # imports numba
 
             threads = kernel_threads()
-        return {"device_name": host_name(), "threads": torch.get_num_threads(), "kernel_threads": threads}
+        return {"device_name": host.host_name(), "threads": torch.get_num_threads(), "kernel_threads": threads}
     facts = gpu(device).get_device_properties(0)
     return {
         "device_name": facts.name,

@@ -1,6 +1,6 @@
 """The benchmarks' view of MLX: dense attention as good as it gets, a clock, copies, cold caches.
 
-See eps_core.bench.platform for what each function promises. MLX computes when asked: every clock stops after `mx.eval`.
+See eps_core.cpu.host for what each function promises. MLX computes when asked: every clock stops after `mx.eval`.
 """
 
 import math
@@ -10,19 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from eps_core.cpu.host import (
-    Variant,
-    host_bandwidth_variants,
-    host_cache_bytes,
-    host_flusher,
-    host_free_bytes,
-    host_name,
-    host_threads,
-    kernel_threads,
-    wall_clock,
-)
+from eps_core.cpu import host
+from eps_core.cpu.host import Variant
 from eps_mlx.cache import Cache, evaluate
 from eps_mlx.device import device_of
+
+# its memory is the host's, and it has no launch to record
+free_bytes, last_cache_bytes = host.free_bytes, host.last_cache_bytes
+capture, device_parts = host.capture, host.device_parts
 
 
 def prepare(device: str) -> None:
@@ -68,12 +63,12 @@ def _arrays(result: Any) -> Iterator[mx.array]:
 
 
 def stopwatch(device: str) -> Callable[[Variant], tuple[float, Any]]:
-    return wall_clock(synchronize)
+    return host.stopwatch(device, synchronize)
 
 
 def flusher(num_bytes: int, device: str) -> Variant:
     if device == "cpu":
-        return host_flusher(num_bytes)
+        return host.flusher(num_bytes, device)
     buffers = [mx.zeros((num_bytes // 4,))]
 
     def flush() -> None:
@@ -85,7 +80,7 @@ def flusher(num_bytes: int, device: str) -> Variant:
 
 def bandwidth_variants(num_bytes: int, device: str) -> dict[str, tuple[Variant, int]]:
     if device == "cpu":
-        return host_bandwidth_variants(num_bytes)
+        return host.bandwidth_variants(num_bytes, device)
     source = mx.ones((num_bytes // 4,))
     mx.eval(source)
     return {"copy": (lambda: source + 1, 2 * num_bytes), "read": (source.max, num_bytes)}
@@ -98,26 +93,8 @@ def stack_heads(parts: Sequence[mx.array]) -> mx.array:
     return whole
 
 
-def free_bytes(device: str) -> int | None:
-    return host_free_bytes()
-
-
-def last_cache_bytes(device: str) -> int | None:
-    return host_cache_bytes()
-
-
 def device_facts(device: str) -> dict[str, Any]:
     if device == "cpu":
-        return {"device_name": host_name(), "threads": host_threads(), "kernel_threads": kernel_threads()}
+        return {**host.device_facts(device), "kernel_threads": host.kernel_threads()}
     facts = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
     return {"device_name": facts.get("device_name"), "memory_bytes": facts.get("memory_size")}
-
-
-def capture(function: Variant) -> Variant | None:
-    """MLX has no launch to record."""
-    return None
-
-
-def device_parts(cache: Any, q: Any, plan: Any) -> dict[str, Variant]:
-    """Nothing to record."""
-    return {}

@@ -2,21 +2,21 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command import lines_of, outcome, refused
 from conftest import REQUESTED
 
 from eps_core.bench import layer as layer_module
 from eps_core.bench.data import CHUNK_TOKENS, Shape, Source, fill
 from eps_core.bench.plan import SCALING_CONTEXTS, BenchRequest, budgeted
 from eps_core.bench.proof import require_same, run_step
-from eps_core.cli import main
 from eps_core.config.eps import EpsConfig
+from eps_core.cpu import host
 from eps_core.errors import ConfigError
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend
@@ -37,53 +37,41 @@ CASES = [
 
 
 class Bench:
-    """Runs the command in this process, so that a test can put something wrong into it."""
+    """Runs the command in this process, in a folder of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-        # how fast the memory is and how cold the caches are is of no interest here
-        for name, value in (("COPIES", 1), ("COPY_SECONDS", 0.0), ("LARGEST_COPY_BYTES", 2**22)):
-            monkeypatch.setattr(f"eps_core.bench.layer.{name}", value)
-        monkeypatch.setattr("eps_core.bench.layer.flush_bytes", lambda last_cache: 2**20)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-    def __call__(self, *args: object) -> tuple[int, str, str]:
-        self.monkeypatch.setattr(sys, "argv", ["eps-proto", "bench", *map(str, args)])
-        self.capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main.main()
-        out, err = self.capsys.readouterr()
-        return int(end.value.code or 0), out, err
+    def __call__(self, *args: object) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
+        """(stdout, the run's line, those of the cells) of a run that must succeed."""
+        done = outcome(["bench", *map(str, args), "--output", "bench.jsonl"], self.folder)
+        assert done.code in (None, 0), done.err
+        run, *cells = lines_of(self.folder / "bench.jsonl")
+        return done.out, run, cells
 
-    def refused(self, *args: object) -> str:
-        """The one line that says why; nothing was printed that could be a time."""
-        code, out, err = self(*args)
-        assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
-        return err
+    def refused(self, words: str, *args: object) -> str:
+        """Return the one line that says why; nothing was printed that could be a time."""
+        return refused(["bench", *args], self.folder, words)
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Bench:
-    return Bench(monkeypatch, capsys)
-
-
-def lines_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    text = path.read_text()
-    assert text.endswith("\n") and "NaN" not in text and "Infinity" not in text
-    run, *cells = [json.loads(line) for line in text.splitlines()]
-    return run, cells
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
+    # how fast the memory is and how cold the caches are is of no interest here
+    for name, value in (("COPIES", 1), ("COPY_SECONDS", 0.0), ("LARGEST_COPY_BYTES", 2**22)):
+        monkeypatch.setattr(f"eps_core.bench.layer.{name}", value)
+    monkeypatch.setattr("eps_core.bench.layer.flush_bytes", lambda last_cache: 2**20)
+    return Bench(tmp_path)
 
 
 @pytest.mark.parametrize(("backend", "device", "kernels"), CASES, ids=["-".join(case) for case in CASES])
 def test_times_every_part_on_every_backend(bench: Bench, tmp_path: Path, backend, device, kernels) -> None:
-    path, slow = tmp_path / "bench.jsonl", kernels == "triton" and device == "cpu"
+    slow = kernels == "triton" and device == "cpu"
     methods = "rq@2" if slow else "rq@2,box@16"
-    code, out, err = bench(
+    out, run, cells = bench(
         *TINY, "--backend", backend, "--device", device, "--kernels", kernels, "--method", methods,
-        "--output", path, "--plot", tmp_path / "plots", "--repeats", 1 if slow else 2,
+        "--plot", tmp_path / "plots", "--repeats", 1 if slow else 2,
     )  # fmt: skip
-    assert code == 0, err
     summary = json.loads(out.splitlines()[-1])
-    run, cells = lines_of(path)
     assert run["type"] == "run" and run["backend"] == backend and run["device"] == device
     assert run["versions"]["numpy"] == np.__version__ and run["git_commit"] and run["data"]
     bandwidth = run["bandwidth"]
@@ -115,14 +103,12 @@ def test_times_every_part_on_every_backend(bench: Bench, tmp_path: Path, backend
 
 @pytest.mark.parametrize("backend", REQUESTED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_counts_bytes_exactly(bench: Bench, tmp_path: Path, backend: str, dtype: str) -> None:
-    path, context, batch = tmp_path / "bench.jsonl", 320, 2
-    code, _, err = bench(
+def test_counts_bytes_exactly(bench: Bench, backend: str, dtype: str) -> None:
+    context, batch = 320, 2
+    _, _, (cell,) = bench(
         *TINY, "--backend", backend, "--device", "cpu", "--kernels", "arrays", "--context", context, "--batch", batch,
-        "--dtype", dtype, "--method", "rq@2", "--output", path, "--repeats", 1,
+        "--dtype", dtype, "--method", "rq@2", "--repeats", 1,
     )  # fmt: skip
-    assert code == 0, err
-    (cell,) = lines_of(path)[1]
     token = 2 * HEAD_DIM * {"float32": 4, "bfloat16": 2}[dtype]
     groups, rows = context // 2, batch * HEADS
     assert cell["dense_bytes"] == rows * context * token
@@ -139,11 +125,8 @@ def test_counts_bytes_exactly(bench: Bench, tmp_path: Path, backend: str, dtype:
     assert cell["arms"]["write"]["bytes"] == rows * token
 
 
-def test_the_whole_context_is_timed_where_it_is_asked_for(bench: Bench, tmp_path: Path) -> None:
-    path = tmp_path / "bench.jsonl"
-    code, _, err = bench(*TINY, "--backend", FIRST, "--fraction", 1, "--method", "box@16", "--output", path)
-    assert code == 0, err
-    (cell,) = lines_of(path)[1]
+def test_the_whole_context_is_timed_where_it_is_asked_for(bench: Bench) -> None:
+    _, _, (cell,) = bench(*TINY, "--backend", FIRST, "--fraction", 1, "--method", "box@16")
     # a step that would read every group scores none
     assert cell["selected_ratio"] == 1 and cell["bytes_ratio"] == 1 and cell["summary_bytes"] > 0
 
@@ -187,8 +170,8 @@ def test_a_wrong_kernel_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPat
 
     for wrong in (off_by_two_percent, mass_too_small, *([one_head_for_another] if backend == "numpy" else [])):
         monkeypatch.setattr(module, "attend", wrong)
-        error = bench.refused(*TINY, "--backend", backend, "--device", "cpu", "--method", "box@16")
-        assert "is wrong" in error and "nothing was timed" in error
+        error = bench.refused("is wrong", *TINY, "--backend", backend, "--device", "cpu", "--method", "box@16")
+        assert "nothing was timed" in error
 
 
 def everything(plan: StepPlan) -> StepPlan:
@@ -201,10 +184,10 @@ def test_a_gate_that_does_not_gate_is_not_timed(bench: Bench, monkeypatch: pytes
     attend, select = module.attend, module.select
     with monkeypatch.context() as patch:
         patch.setattr(module, "attend", lambda *given: attend(*given[:4], None))
-        assert "against float64 attention over the same groups" in bench.refused(*args)
+        bench.refused("against float64 attention over the same groups", *args)
     with monkeypatch.context() as patch:
         patch.setattr(module, "select", lambda scores, plan, layer=0: select(scores, everything(plan), layer))
-        assert "the gate was not active: it selects all 16 groups" in bench.refused(*args)
+        bench.refused("the gate was not active: it selects all 16 groups", *args)
     calls = 0
 
     def dense_after_a_while(cache, layer, q, plan, selection):
@@ -214,7 +197,7 @@ def test_a_gate_that_does_not_gate_is_not_timed(bench: Bench, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "attend", dense_after_a_while)
-        assert "after the last timed call of" in bench.refused(*args)
+        bench.refused("after the last timed call of", *args)
     assert calls > 6
 
 
@@ -245,7 +228,7 @@ def test_kernels_are_compared_with_arrays_in_every_part(bench: Bench, monkeypatc
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, only(wrong, right))
-            assert word in bench.refused(*args), name
+            bench.refused(word, *args)
 
 
 def test_a_kernel_that_fails_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,16 +236,12 @@ def test_a_kernel_that_fails_is_one_line(bench: Bench, monkeypatch: pytest.Monke
         raise RuntimeError("an illegal\nmemory access")
 
     monkeypatch.setattr(load_backend(FIRST), "attend", broken)
-    error = bench.refused(*TINY, "--backend", FIRST, "--method", "box@16")
-    assert "box@16 by kernels" in error and "an illegal memory access" in error
+    error = bench.refused("box@16 by kernels", *TINY, "--backend", FIRST, "--method", "box@16")
+    assert "an illegal memory access" in error
 
 
-def test_dense_arms_that_fail_or_are_wrong_are_reported(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from eps_core.bench import platform
-
-    right = platform.dense_variants
+def test_dense_arms_that_fail_or_are_wrong_are_reported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = host.dense_variants
 
     def with_bad_ones(k: np.ndarray, v: np.ndarray, q: np.ndarray) -> dict[str, Any]:
         variants = right(k, v, q)
@@ -272,10 +251,8 @@ def test_dense_arms_that_fail_or_are_wrong_are_reported(
 
         return {"absent": absent, "wrong": lambda: q * 0.5, **variants}
 
-    monkeypatch.setattr(platform, "dense_variants", with_bad_ones)
-    code, out, err = bench(*TINY, "--backend", "numpy", "--method", "box", "--output", tmp_path / "bench.jsonl")
-    assert code == 0, err
-    (cell,) = lines_of(tmp_path / "bench.jsonl")[1]
+    monkeypatch.setattr(host, "dense_variants", with_bad_ones)
+    out, _, (cell,) = bench(*TINY, "--backend", "numpy", "--method", "box")
     assert cell["failed_variants"]["absent"] == "ImportError: no such library"
     assert cell["failed_variants"]["wrong"].startswith("wrong: relative error")
     assert "note: absent: ImportError: no such library" in out and "absent" not in cell["arms"]
@@ -376,10 +353,10 @@ def test_few_groups_hold_most_of_the_mass() -> None:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_bad_input_is_one_line(bench: Bench, args: tuple[str, ...], words: str) -> None:
-    assert words in bench.refused("--backend", "numpy", *args)
+    bench.refused(words, "--backend", "numpy", *args)
 
 
-def test_scaling_is_a_preset_of_contexts(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_scaling_is_a_preset_of_contexts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[BenchRequest] = []
 
     def record(request: BenchRequest, progress: Any) -> None:
@@ -387,7 +364,7 @@ def test_scaling_is_a_preset_of_contexts(bench: Bench, monkeypatch: pytest.Monke
         raise ConfigError("recorded")
 
     monkeypatch.setattr("eps_core.cli.bench.Bench", record)
-    bench.refused("--scaling", "--bytes", "0.1", "--method", "rq@2,box@128", "--dtype", "bfloat16")
+    bench.refused("recorded", "--scaling", "--bytes", "0.1", "--method", "rq@2,box@128", "--dtype", "bfloat16")
     assert asked[0].contexts == SCALING_CONTEXTS == (4096, 8192, 16384, 32768, 65536, 131072)
     assert asked[0].shares() == [("bytes", 0.1)]
     assert [(config.cache_config.method, config.cache_config.S) for config in asked[0].configs()] == [

@@ -88,7 +88,6 @@ class Layer:
     backend: Backend
     shape: Shape
     config: EpsConfig
-    device: str
     cache: Any
     table: np.ndarray  # [B, M] int32
     lengths: np.ndarray  # [B] int64
@@ -117,9 +116,8 @@ class Layer:
 
 def pool_units(shape: Shape, config: EpsConfig, spare_tokens: int) -> int:
     """Units of the pool that `fill` makes: P."""
-    return shape.batch * (
-        -(-shape.context // config.cache_config.unit_tokens) + -(-spare_tokens // config.cache_config.unit_tokens)
-    )
+    unit = config.cache_config.unit_tokens
+    return shape.batch * (-(-shape.context // unit) + -(-spare_tokens // unit))
 
 
 def fill(
@@ -149,7 +147,7 @@ def fill(
     k_new, v_new = (backend.from_numpy(part, shape.dtype, device) for part in source.tokens())
     slots = spare.reshape(shape.batch, spare_units, 1).astype(np.int64) * unit + np.arange(unit)
     return Layer(
-        backend=backend, shape=shape, config=config, device=device, cache=cache, table=table,
+        backend=backend, shape=shape, config=config, cache=cache, table=table,
         lengths=np.full(shape.batch, shape.context, np.int64),
         q=backend.from_numpy(source.queries(), shape.dtype, device), k_new=k_new, v_new=v_new,
         spare=slots.reshape(shape.batch, -1),

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,7 @@ from eps_core.attention.protocol import Backend
 from eps_core.bench.data import DESCRIPTION, Layer, Shape, Source, fill, pool_units
 from eps_core.bench.dense import GRAPH, DenseVariants, Variant
 from eps_core.bench.plan import BenchRequest, budgeted, moved_bytes
-from eps_core.bench.proof import (
-    GateError,
-    Step,
-    check_sparse,
-    check_values,
-    require_same,
-    run_step,
-)
+from eps_core.bench.proof import GateError, Step, check_sparse, check_values, require_same, run_step
 from eps_core.config.bytes import kv_bytes, summary_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu.host import flush_bytes
@@ -62,12 +56,11 @@ class Bench:
         self.platform: Any = load_platform(self.name)
         self.platform.prepare(self.device)
         auto = "float32" if self.device == "cpu" else "bfloat16"
-        self.dtypes = tuple(auto if dtype == "auto" else dtype for dtype in request.dtypes)
         self.shapes = [
-            Shape(context, batch, request.q_heads, request.kv_heads, request.head_dim, dtype)
-            for dtype in self.dtypes
-            for context in request.contexts
-            for batch in request.batches
+            Shape(
+                context, batch, request.q_heads, request.kv_heads, request.head_dim, auto if dtype == "auto" else dtype
+            )
+            for dtype, context, batch in product(request.dtypes, request.contexts, request.batches)
         ]
         self.configs = request.configs()
         if request.q_heads % request.kv_heads:
@@ -76,9 +69,8 @@ class Bench:
                 "use 32 and 8, or equal ones"
             )
         for shape in self.shapes:
-            for config in self.configs:
-                for kind, share in request.shares():
-                    budgeted(config, shape, kind, share)  # refuses what cannot be solved
+            for config, (kind, share) in product(self.configs, request.shares()):
+                budgeted(config, shape, kind, share)  # refuses what cannot be solved
             self._check_memory(shape)
         self.last_cache_bytes = self.platform.last_cache_bytes(self.device)
         self.flush_bytes = flush_bytes(self.last_cache_bytes)
@@ -119,11 +111,8 @@ class Bench:
         dense = DenseVariants(self.platform, self.timed, layer)
         self.progress(1, 2, f"{shape.context:,} tokens")
         checked = self._checked(layer, dense, kind, share)
-        variants = {
-            n: variant
-            for n, variant in checked.variants.items()
-            if variant.kind == "dense" or n in ("step", "step" + GRAPH)
-        }
+        steps = ("step", "step" + GRAPH)
+        variants = {name: one for name, one in checked.variants.items() if one.kind == "dense" or name in steps}
         self._measure(layer, variants)
         self.progress(2, 2, "")
         ms = {name: float(np.median(variant.samples_ms)) for name, variant in variants.items()}
@@ -190,10 +179,9 @@ class Bench:
             pool = pool_units(shape, config, self._spare_tokens()) * unit
             dense = kv_bytes(1, shape.kv_heads, shape.head_dim, shape.batch * shape.context, shape.dtype)
             held = kv_bytes(1, shape.kv_heads, shape.head_dim, pool, shape.dtype)
+            summaries = summary_bytes(config.cache_config, 1, shape.kv_heads, shape.head_dim, pool)
             # dense K and V twice: a library may want them in pages, a matmul in another dtype
-            need = max(
-                need, 2 * dense + held + summary_bytes(config.cache_config, 1, shape.kv_heads, shape.head_dim, pool)
-            )
+            need = max(need, 2 * dense + held + summaries)
         free = self.platform.free_bytes(self.device)
         if free is not None and need > free:
             raise ConfigError(
@@ -219,7 +207,7 @@ class Bench:
             what = f"{config.cache_config.method}@{config.cache_config.S} by kernels {self.kernels}"
             raise GateError(f"{what} failed: {fault_line(error)}: nothing was timed") from error
 
-    def _checked(self, layer: Layer, dense: "DenseVariants", kind: str, share: float) -> "_Checked":
+    def _checked(self, layer: Layer, dense: DenseVariants, kind: str, share: float) -> _Checked:
         """Everything of one cell that may be timed: found to skip groups, to read what was selected, to be right."""
         config = budgeted(layer.config, layer.shape, kind, share)
         step = self._refusing(config, run_step, layer, config, self.platform.synchronize)
@@ -234,7 +222,7 @@ class Bench:
             require_same(layer, result[:2], step.merged, f"its own parts, as {name}")
         return _Checked(config, gate, values, moved, variants, failed)
 
-    def _cell(self, layer: Layer, dense: "DenseVariants", kind: str, share: float, roof: float) -> dict[str, Any]:
+    def _cell(self, layer: Layer, dense: DenseVariants, kind: str, share: float, roof: float) -> dict[str, Any]:
         shape, checked = layer.shape, self._checked(layer, dense, kind, share)
         config, moved, variants = checked.config, checked.moved, checked.variants
         rounds, warm_rounds = self._measure(layer, variants)
@@ -304,18 +292,17 @@ class Bench:
     def _measure(self, layer: Layer, variants: dict[str, Variant]) -> tuple[int, int]:
         """Return (rounds, rounds before them that only warmed up). Raises GateError where a variant, called once
         more after them, gives something else than it must: what became dense or wrong on the way has no time."""
-        request, names = self.request, list(variants)
-        for variant in variants.values():
+        request, every = self.request, list(variants.values())
+        for variant in every:
             variant.samples_ms = []
         start, warm = time.monotonic(), 0
         while warm < MAX_WARM_ROUNDS and (warm == 0 or time.monotonic() - start < request.warm_seconds):
-            self._round([variants[name] for name in names], keep=False)
+            self._round(every, keep=False)
             warm += 1
         start, rounds = time.monotonic(), 0
         while rounds < self._max_rounds:
             # a fixed neighbour would be measured along: threads of the variant before may still spin
-            order = random.Random(rounds).sample(names, len(names))
-            self._round([variants[name] for name in order], keep=True)
+            self._round(random.Random(rounds).sample(every, len(every)), keep=True)
             rounds += 1
             if request.seconds is not None and rounds >= MIN_ROUNDS and time.monotonic() - start >= request.seconds:
                 break
@@ -366,9 +353,9 @@ def _eps_variants(layer: Layer, config: EpsConfig, first: Step, moved: dict[str,
         "step": Variant(step, "eps", moved["step"], first.merged),
         "step_with_write": Variant(step_with_write, "eps", moved["step"] + moved["write"], first.merged),
     }
-    return variants | (
-        {"correction": Variant(correction, "eps", moved["correction"])} if config.cache_config.correction_tokens else {}
-    )
+    if config.cache_config.correction_tokens:
+        variants["correction"] = Variant(correction, "eps", moved["correction"])
+    return variants
 
 
 def _exceeds(num_bytes: int, last_cache: int | None) -> bool | None:

@@ -1,6 +1,6 @@
 """No timing without proof that the gate was active and right: what a benchmark verifies on the arrays that it times."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +96,7 @@ def check_values(layer: Layer, config: EpsConfig, step: Step, keys: Array, value
     worst = _against_float64(layer, step, keys, values)
     compared_with, computed_by = "float64", dict.fromkeys(PARTS, "arrays")
     if layer.cache.kernels != "arrays":
-        worst = {name: max(worst[name], error) for name, error in _against_arrays(layer, config, step).items()}
+        worst = _worst([worst, _against_arrays(layer, config, step)])
         compared_with, computed_by = "float64 and arrays", _computed_by(layer, config, step)
     plan = layer.plan(config)
     if not plan.reads_all(0):  # the layer as a decoder takes it, once its parts are judged
@@ -109,18 +109,32 @@ def _against_float64(layer: Layer, step: Step, keys: Array, values: Array) -> di
     backend, size = layer.backend, layer.config.cache_config.S
     groups, counts = (backend.to_numpy(part) for part in (step.selection.groups, step.selection.counts))
     out, lse = (backend.to_numpy(part).astype(np.float64) for part in step.read)
-    q = backend.to_numpy(layer.q).astype(np.float64)
-    worst = {"out_error": 0.0, "lse_error": 0.0}
-    for b, head in sampled_pairs(*counts.shape):
+
+    def selected(b: int, head: int) -> np.ndarray:
         tokens = (groups[b, head, : counts[b, head], None].astype(np.int64) * size + np.arange(size)).reshape(-1)
-        tokens = tokens[tokens < layer.shape.context]
-        k, v = (backend.to_numpy(part[b, head])[tokens] for part in (keys, values))
-        for row in _rows(layer, head):
-            expected, mass = attend_keys(q[b, row] / np.sqrt(q.shape[-1]), k, v)
-            worst["out_error"] = _larger(worst["out_error"], _relative(out[b, row], expected))
-            worst["lse_error"] = _larger(worst["lse_error"], abs(lse[b, row] - mass))
+        return tokens[tokens < layer.shape.context]
+
+    worst = _worst(
+        [
+            {"out_error": _relative(out[place], expected), "lse_error": abs(lse[place] - mass)}
+            for place, expected, mass in _float64(layer, sampled_pairs(*counts.shape), keys, values, selected)
+        ]
+    )
     _require_close(layer, worst, "float64 attention over the same groups")
     return worst
+
+
+def _float64(
+    layer: Layer, pairs: Sequence[tuple[int, int]], keys: Array, values: Array, tokens_of: Callable[[int, int], Any]
+) -> Iterator[tuple[tuple[int, int], np.ndarray, float]]:
+    """((sequence, query head), out [D], lse) in float64 of every query head of some (sequence, kv head)s, over the
+    tokens that `tokens_of` says."""
+    backend, repeat = layer.backend, layer.shape.q_heads // layer.shape.kv_heads
+    q = backend.to_numpy(layer.q).astype(np.float64) / np.sqrt(layer.shape.head_dim)
+    for b, head in pairs:
+        k, v = (backend.to_numpy(part[b, head])[tokens_of(b, head)] for part in (keys, values))
+        for row in range(head * repeat, (head + 1) * repeat):
+            yield (b, row), *attend_keys(q[b, row], k, v)
 
 
 def _against_arrays(layer: Layer, config: EpsConfig, step: Step) -> dict[str, float]:
@@ -148,12 +162,14 @@ def _against_arrays(layer: Layer, config: EpsConfig, step: Step) -> dict[str, fl
     if step.correction is not None:
         correction = backend.attend_correction(plain, 0, plan, step.scores, listed, step.read[1])
         states += [(step.correction, correction), (step.merged, backend.merge(step.read, correction))]
-    worst = {"out_error": 0.0, "lse_error": 0.0}
-    for state, right in states:
-        for name, error in compare_states(layer, state, right).items():
-            worst[name] = _larger(worst[name], error)
+    worst = _worst([compare_states(layer, state, right) for state, right in states])
     _require_close(layer, worst, "the array path over the same groups")
     return worst
+
+
+def _worst(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest of each error, NaN where one is."""
+    return {name: float(np.max([errors[name] for errors in found])) for name in found[0]}
 
 
 def compare_states(layer: Layer, state: State, right: State) -> dict[str, float]:
@@ -187,13 +203,10 @@ def _require_close(layer: Layer, worst: dict[str, float], what: str) -> None:
 
 def dense_error(layer: Layer, out: Array, keys: Array, values: Array) -> float:
     """The largest relative L2 error, of a few heads, of a dense output [B, Hq, D] against float64."""
-    backend, worst = layer.backend, 0.0
-    got, q = (backend.to_numpy(part).astype(np.float64) for part in (out, layer.q))
-    for b, head in sampled_pairs(layer.shape.batch, layer.shape.kv_heads)[:2]:
-        k, v = (backend.to_numpy(part[b, head]) for part in (keys, values))
-        for row in _rows(layer, head):
-            worst = _larger(worst, _relative(got[b, row], attend_keys(q[b, row] / np.sqrt(q.shape[-1]), k, v)[0]))
-    return worst
+    got = layer.backend.to_numpy(out).astype(np.float64)
+    pairs = sampled_pairs(layer.shape.batch, layer.shape.kv_heads)[:2]
+    exact = _float64(layer, pairs, keys, values, lambda b, head: slice(None))
+    return float(np.max([_relative(got[place], expected) for place, expected, _ in exact]))
 
 
 def sampled_pairs(batch: int, kv_heads: int) -> list[tuple[int, int]]:
@@ -202,19 +215,8 @@ def sampled_pairs(batch: int, kv_heads: int) -> list[tuple[int, int]]:
     return [divmod(int(place), kv_heads) for place in places[::-1]]
 
 
-def _rows(layer: Layer, head: int) -> range:
-    """The query heads of a kv head."""
-    repeat = layer.shape.q_heads // layer.shape.kv_heads
-    return range(head * repeat, (head + 1) * repeat)
-
-
 def _relative(value: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(value - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
-
-
-def _larger(first: float, second: float) -> float:
-    """The maximum, NaN where either is."""
-    return float(np.maximum(first, second))
 
 
 def _computed_by(layer: Layer, config: EpsConfig, step: Step) -> dict[str, str]:

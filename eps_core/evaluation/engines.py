@@ -253,7 +253,7 @@ def _write_metrics(
             "config": request.config.to_dict(),
             "verify": request.verify.to_dict() if request.verify.enabled else None,
             **identity,
-            **engine.sparse.plan.to_dict(),
+            **plan.to_dict(),
             "sampling": vars(request.sampling),
             "max_new_tokens": request.max_new_tokens,
             **provenance.provenance(identity["versions"]),
