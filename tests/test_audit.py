@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 from test_conformance import eps, selection_mask
 
 from eps_core.attention.protocol import Scores
@@ -22,6 +21,7 @@ from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.metrics.steps import StepRecord, kl_divergence, summarise
 from eps_core.models.config import read_spec
 
+MODEL = "llama2-bf16-sharded"
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (290, 65)]
 STEPS = 4
 CONFIGS = {
@@ -36,11 +36,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("model"))
-
-
 class Watched:
     """A decoder that can attend one step densely, and a decode with it: its records, and after each step what its
     layers saw."""
@@ -49,7 +44,7 @@ class Watched:
         self.backend, device = target
         self.config, self.spec, self.dense_step = config, read_spec(model), dense_step
         self.decoder = load_decoder(self.backend, model, self.spec, "float32", device)
-        self.backend, self.timing, self.num_steps = self.backend, False, 0
+        self.timing, self.num_steps = False, 0
         self.seen: list[dict[int, np.ndarray]] = []  # of each step: {layer: q}
         self.visits: list[list[np.ndarray]] = []  # of each step and layer: [B, Hkv, G]
         self.unread: list[np.ndarray] = []  # of each step: [L, Hkv] in float64, the largest over sequences and queries
@@ -74,17 +69,11 @@ class Watched:
         return cache, output
 
     def run(self, prompts: list = PROMPTS, **more: Any) -> list[StepRecord]:
-        config, spec = self.config, self.spec
-        units = sum(-(-(len(prompt) + STEPS) // config.cache_config.unit_tokens) for prompt in prompts)
-        cache = self.backend.new_cache(
-            CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units),
-            config.cache_config,
-            self.decoder.device,
-        )
-        pool, more = (
-            PagePool(units, config.cache_config.unit_tokens),
-            {"keep_logits": True, "prefill_chunk": 128, **more},
-        )
+        config, spec, size = self.config, self.spec, self.config.cache_config.unit_tokens
+        pool = PagePool(sum(-(-(len(prompt) + STEPS) // size) for prompt in prompts), size)
+        shape = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, pool.num_units)
+        cache = self.backend.new_cache(shape, config.cache_config, self.decoder.device)
+        more = {"keep_logits": True, "prefill_chunk": 128, **more}
         return list(generate(self, cache, pool, prompts, STEPS, Sampling(), config.selection_config, **more))  # type: ignore[arg-type]
 
     def _hear(self, layer: int, q: Any) -> None:
@@ -99,11 +88,12 @@ class Watched:
         if config.selection_config.dense_layer(layer):
             return np.repeat(inside[:, None], self.spec.num_kv_heads, axis=1)
         q = backend.from_numpy(self.seen[-1][layer], "float32", self.decoder.device)
-        scores = backend.score(cache, layer, q, StepPlan.of(config, table, lengths))
-        selected = backend.select(scores, StepPlan.of(config, table, lengths), layer)
+        plan = StepPlan.of(config, table, lengths)
+        scores = backend.score(cache, layer, q, plan)
+        selected = backend.select(scores, plan, layer)
         if config.selection_config.strict:
-            _, lse = backend.attend(cache, layer, q, StepPlan.of(config, table, lengths), selected)
-            scores = backend.bounds(cache, layer, q, StepPlan.of(config, table, lengths), scores, selected)
+            _, lse = backend.attend(cache, layer, q, plan, selected)
+            scores = backend.bounds(cache, layer, q, plan, scores, selected)
             _, selected = backend.extend_selection(config.selection_config, scores, selected, lse)
         return selection_mask(backend, selected, groups)
 
@@ -147,10 +137,8 @@ def test_an_audit_tells_the_truth_and_changes_nothing(target, model, name):
         if config.cache_config.has_bounds:
             assert (true <= record.bound_by_head + 1e-6).all()
         if config.selection_config.strict:
-            assert (
-                record.skipped_mass_bound_max is not None
-                and record.skipped_mass_bound_max <= config.selection_config.epsilon
-            )
+            assert record.skipped_mass_bound_max is not None
+            assert record.skipped_mass_bound_max <= config.selection_config.epsilon
     assert max(shares.max() for shares in watched.unread) > 0.01, "nothing was skipped: this says nothing"
 
 
@@ -167,9 +155,8 @@ def test_audit_kl_is_against_a_dense_step_of_the_same_tokens(target, model, name
         assert audited[step].audit_kl == pytest.approx(values[-1], rel=1e-3, abs=1e-6)
     # nothing was sparse before the first step: there it is the distance to a run without EPS
     dense = Watched(target, model, EpsConfig.of()).run(forced_tokens=tokens)
-    assert audited[0].audit_kl == pytest.approx(
-        kl_divergence(dense[0].logits, audited[0].logits).mean(), rel=1e-3, abs=1e-6
-    )
+    wanted = kl_divergence(dense[0].logits, audited[0].logits).mean()
+    assert audited[0].audit_kl == pytest.approx(wanted, rel=1e-3, abs=1e-6)
     assert max(values) > 1e-4, "both distributions are the same: this says nothing"
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command import last, outcome
+from command import last, lines_of, outcome, refused
 
 from eps_core.config.eps import EpsConfig
 from eps_core.integrations import versions
@@ -22,13 +22,17 @@ SETTINGS = ("--method", "rq", "--eps-budget", "0.2", "--max-new-tokens", "6", "-
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 6
 
 
+def both(engine: str, line: list[str], folder: Path, *more: str) -> list[dict[str, Any]]:
+    """Return the last lines' objects of our own decoder and of an engine, whose lines of metrics are in steps.jsonl."""
+    own = ["--backend", "mlx" if engine == "mlx-lm" else "cuda"]
+    theirs = ["--engine", engine, "--metrics", "steps.jsonl", *more]
+    return [last(outcome([*line, *flags], folder)) for flags in (own, theirs)]
+
+
 @pytest.mark.parametrize("engine", HERE)
 def test_an_engine_says_and_reads_what_our_own_decoder_does(engine: str, model: Path, tmp_path: Path) -> None:
     line = ["run", "--model", str(model), "--prompt", PROMPT, "--dtype", "float32", *SETTINGS]
-    line += ["--eps-min-context", "355"]
-    own = last(outcome([*line, "--backend", "mlx" if engine == "mlx-lm" else "cuda"], tmp_path))
-    files = ["--metrics", "steps.jsonl", "--csv", "steps.csv"]
-    theirs = last(outcome([*line, "--engine", engine, *files], tmp_path))
+    own, theirs = both(engine, [*line, "--eps-min-context", "355"], tmp_path, "--csv", "steps.csv")
     assert theirs["engine"] == engine and theirs["versions"][engine]
     for side in ("dense", "eps"):
         assert theirs[side]["tokens"] == own[side]["tokens"]
@@ -38,7 +42,7 @@ def test_an_engine_says_and_reads_what_our_own_decoder_does(engine: str, model: 
     for name in ("pages_visited", "fallbacks"):
         assert theirs["eps"][name] == own["eps"][name]
     assert theirs["bytes_ratio"] == own["bytes_ratio"] < 0.5
-    run, *steps, summary = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    run, *steps, summary = lines_of(tmp_path / "steps.jsonl")
     assert EpsConfig.from_dict(run["config"]).selection_config.budget == 0.2 and run["sparse_layers"] == [0, 1]
     assert [step["type"] for step in steps] == ["step"] * 6
     assert [step["tokens"] for step in steps] == [[token] for token in own["tokens"]]
@@ -66,12 +70,11 @@ def test_a_batch_of_prompts_is_run_at_once(engine: str, model: Path, tmp_path: P
 def test_a_prompts_chunk_of_one_token_is_no_step(engine: str, model: Path, tmp_path: Path) -> None:
     """Of two tokens the first one is such a chunk; of 2,050 the one before the last."""
     line = ["run", "--model", str(model), "--dtype", "float32", *SETTINGS]
-    own = last(outcome([*line, "--prompt", "ab", "--backend", "mlx" if engine == "mlx-lm" else "cuda"], tmp_path))
-    alone = last(outcome([*line, "--prompt", "ab", "--engine", engine, "--metrics", "steps.jsonl"], tmp_path))
+    own, alone = both(engine, [*line, "--prompt", "ab"], tmp_path)
     for side in ("dense", "eps"):
         assert alone[side]["tokens"] == own[side]["tokens"]
         assert alone[side]["bytes_kv_read"] == own[side]["bytes_kv_read"]
-    steps = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()][1:-1]
+    _, *steps, _ = lines_of(tmp_path / "steps.jsonl")
     assert [step["lengths"] for step in steps] == [[2 + index] for index in range(6)]
     (tmp_path / "three.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in ("ab", PROMPT, "c")))
     found = last(outcome([*line, "--prompt-file", "three.jsonl", "--engine", engine], tmp_path))
@@ -99,7 +102,7 @@ def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: 
     found = last(outcome([*line, "--metrics", "steps.jsonl"], tmp_path))
     assert found["sequences"][1]["new_tokens"] < found["sequences"][0]["new_tokens"] == 6
     assert found["eps"]["bytes_kv_read"] == found["dense"]["bytes_kv_read"] and found["bytes_ratio"] == 1
-    steps = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()][1:-1]
+    _, *steps, _ = lines_of(tmp_path / "steps.jsonl")
     token_bytes = {step["bytes_kv_dense"] / sum(step["lengths"]) for step in steps}
     assert len(token_bytes) == 1 and all(len(step["sequences"]) <= len(step["lengths"]) for step in steps)
 
@@ -117,16 +120,15 @@ def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: 
 )
 def test_what_engines_do_not_do_is_refused(more: list[str], words: str, model: Path, tmp_path: Path) -> None:
     line = ["run", "--engine", "transformers", "--model", str(model), "--prompt", PROMPT, "--method", "rq", *more]
-    done = outcome(line, tmp_path)
-    assert done.code == 2 and words in done.err and len(done.err.splitlines()) == 1
+    refused(line, tmp_path, words)
 
 
 @pytest.mark.parametrize("engine", HERE)
 def test_a_prompt_longer_than_the_model_is_refused_before_anything_runs(
     engine: str, model: Path, tmp_path: Path
 ) -> None:
-    done = outcome(["run", "--engine", engine, "--model", str(model), "--prompt", PROMPT * 3, *SETTINGS], tmp_path)
-    assert done.code == 2 and "exceed the model's context of 512 tokens" in done.err
+    line = ["run", "--engine", engine, "--model", str(model), "--prompt", PROMPT * 3, *SETTINGS]
+    refused(line, tmp_path, "exceed the model's context of 512 tokens")
 
 
 def test_serve_hands_over_the_settings_and_the_engines_own_arguments(
@@ -150,11 +152,9 @@ def test_an_address_that_is_taken_is_one_line_before_anything_runs(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        line = ["serve", "--engine", "mlx-lm", "--model", str(model), "--method", "rq", "--port"]
-        done = outcome([*line, str(taken.getsockname()[1])], tmp_path)
-    assert done.code == 2 and "already in use" in done.err and len(done.err.splitlines()) == 1
-    done = outcome([*line[:-1], "--host", "no.such.host.invalid"], tmp_path)
-    assert done.code == 2 and "nobody can listen at no.such.host.invalid" in done.err
+        line = ["serve", "--engine", "mlx-lm", "--model", str(model), "--method", "rq"]
+        refused([*line, "--port", taken.getsockname()[1]], tmp_path, "already in use")
+    refused([*line, "--host", "no.such.host.invalid"], tmp_path, "nobody can listen at no.such.host.invalid")
 
 
 def test_an_engine_that_is_not_installed_is_one_line(
@@ -162,6 +162,4 @@ def test_an_engine_that_is_not_installed_is_one_line(
 ) -> None:
     monkeypatch.setattr(versions, "package_version", lambda package: None)
     line = ["run", "--engine", "transformers", "--model", str(model), "--prompt", PROMPT, "--method", "rq"]
-    done = outcome(line, tmp_path)
-    assert done.code == 2 and "pip install 'eigenpage[transformers]'" in done.err
-    assert len(done.err.splitlines()) == 1
+    refused(line, tmp_path, "pip install 'eigenpage[transformers]'")

@@ -121,12 +121,8 @@ def test_arms_that_keep_the_same_share_a_cache_and_are_what_they_are_alone(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = CONFIGS["box"]
-    variants = {
-        "a": box,
-        "b": CONFIGS["rq"],
-        "c": box.replace(budget=0.8),
-        "d": box.replace(policy="threshold", top_pages=4),
-    }
+    variants = {"a": box, "b": CONFIGS["rq"], "c": box.replace(budget=0.8)}
+    variants["d"] = box.replace(policy="threshold", top_pages=4)
     document = Document.along(TOKENS, 30)
     for config in (EpsConfig(), *variants.values()):
         session.check_kernels(config.cache_config)  # which makes caches of its own, once
@@ -162,16 +158,10 @@ def test_a_text_is_fed_token_by_token_and_compared_with_dense(session: Session) 
     assert np.abs(outcomes["all"].kl).max() < 1e-9 and outcomes["all"].agree.all()
     assert outcomes["some"].kl.max() > 1e-6
     # the same by hand
-    log_p, log_q = (x[3, 0].astype(float) - np.logaddexp.reduce(x[3, 0].astype(float)) for x in _logits(session))
-    assert outcomes["some"].kl[3, 0] == pytest.approx((np.exp(log_p) * (log_p - log_q)).sum(), rel=1e-6)
-
-
-def _logits(session: Session) -> list[np.ndarray]:
-    document, found = Document.along(TOKENS, 12), []
     prefix = session.prefix(document.prompt[:-1])
-    for config in (EpsConfig(), CONFIGS["box"]):
-        found.append(run_batch(session, [document], {0: config}, [prefix])[0].logits)
-    return found
+    logits = [run_batch(session, [document], {0: one}, [prefix])[0].logits for one in (EpsConfig(), CONFIGS["box"])]
+    log_p, log_q = (x[3, 0].astype(float) - np.logaddexp.reduce(x[3, 0].astype(float)) for x in logits)
+    assert outcomes["some"].kl[3, 0] == pytest.approx((np.exp(log_p) * (log_p - log_q)).sum(), rel=1e-6)
 
 
 def test_bytes_are_the_steps_own(session: Session) -> None:

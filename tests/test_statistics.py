@@ -27,10 +27,12 @@ def test_bootstrap_covers_the_true_mean_as_often_as_it_says():
     assert 0.42 <= hits[0.5] / 1000 <= 0.55
 
 
-def test_bootstrap_of_two_values_is_what_one_can_count():
+def test_bootstrap_of_few_values_is_what_one_can_count():
     """Resamples of (0, 1) have means 0, 0.5, 1 with probability 1/4, 1/2, 1/4."""
     assert bootstrap_interval([0, 1], 0) == (0.0, 1.0)
     assert bootstrap_interval([0, 1], 0, level=0.4) == (0.5, 0.5)
+    assert bootstrap_interval([0.3], 0) is None
+    assert bootstrap_interval([0.25] * 9, 0) == (0.25, 0.25)
 
 
 def test_bootstrap_is_decided_by_its_seed_and_by_nothing_else():
@@ -40,11 +42,6 @@ def test_bootstrap_is_decided_by_its_seed_and_by_nothing_else():
     before = bootstrap_interval(values, 7)
     np.random.seed(1)
     assert bootstrap_interval(values, 7) == before
-
-
-def test_bootstrap_says_nothing_of_one_value_and_has_no_width_where_nothing_varies():
-    assert bootstrap_interval([0.3], 0) is None
-    assert bootstrap_interval([0.25] * 9, 0) == (0.25, 0.25)
 
 
 @pytest.mark.parametrize("values", [[], [1.0, math.nan], [1.0, math.inf], [[1.0, 2.0]]], ids=str)

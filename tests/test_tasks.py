@@ -16,7 +16,7 @@ from eps_core.evaluation import measure
 from eps_core.evaluation.quality import Answer, table, task_result
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import Sample, needle_document
-from eps_core.tasks.questions import ANSWER_SLACK_TOKENS, Question, fit_question, generated_questions, text_window
+from eps_core.tasks.questions import ANSWER_SLACK_TOKENS, Question, fit_question, generated_questions
 from eps_core.tasks.ruler import DEPTHS, known_tasks, make_sample
 
 WORDS = "".join(chr(ord("a") + i % 26) for i in range(40))
@@ -174,22 +174,10 @@ def test_a_context_that_no_prompt_meets_is_refused():
         fit_question(lambda num_bytes: Sample("x", "y" * 50, ("z",)), lambda text, special=True: list(text), 10, 1.0)
 
 
-def test_text_windows_have_the_tokens_asked_for():
-    import numpy as np
-
-    def encode(text):
-        return text.split()
-
-    window = text_window(TEXT, encode, 500, np.random.default_rng(3))
-    assert len(window) == 500 and " ".join(window[1:60]) in " ".join(TEXT.decode().split())
-
-
 def evaluate(*args: object) -> dict:
-    arguments = [str(arg) for arg in args]
-    result = CliRunner().invoke(evaluate_command, ["--backend", "numpy", *arguments], standalone_mode=False)
-    if result.exception is not None:
-        raise result.exception
-    return json.loads(result.stdout.splitlines()[-1]) | {"stdout": result.stdout}
+    line = ["--backend", "numpy", *map(str, args)]
+    result = CliRunner().invoke(evaluate_command, line, standalone_mode=False, catch_exceptions=False)
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 # box: numpy builds it fastest
@@ -227,15 +215,9 @@ def answered(score: float, bytes_read: int = 3) -> Answer:
 def test_results_pair_the_arms_and_say_where_dense_itself_fails():
     sample = Sample("vt", "", ("x",))
     questions = [Question(sample, [1], 1, 64, truncated=index == 0) for index in range(4)]
-    dense, eps, oracle = (1, 1, 0, 1), (1, 0, 0, 0), (1, 1, 1, 0)
-    result = task_result(
-        questions,
-        [
-            {"dense": answered(d, 10), "eps": answered(e), "oracle": answered(o)}
-            for d, e, o in zip(dense, eps, oracle, strict=True)
-        ],
-        seed=0,
-    )
+    scores = ((1, 1, 1), (1, 0, 1), (0, 0, 1), (1, 0, 0))  # of dense, EPS and the oracle
+    answers = [{"dense": answered(d, 10), "eps": answered(e), "oracle": answered(o)} for d, e, o in scores]
+    result = task_result(questions, answers, seed=0)
     assert (result.dense, result.eps, result.oracle) == (0.75, 0.25, 0.75)
     assert (result.eps_minus_dense, result.oracle_minus_dense, result.eps_minus_oracle) == (-0.5, 0, -0.5)
     assert result.eps_minus_dense_interval == (-1, 0) and result.eps_minus_dense_p == 0.5  # 2 of 2: 2 * 1/4
