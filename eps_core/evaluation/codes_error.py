@@ -1,7 +1,6 @@
 """How far K and V as codes (`--kv-bits`) move the next token, measured on the start of a prompt before a run."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -43,9 +42,9 @@ def codes_error(session: Session, prompt: list[int]) -> CodesError | None:
     """The error of the session's codes on the first tokens of a prompt; None of a single token. The prefill is exact:
     an error of codes that a prompt is read through comes on top."""
     tokens = prompt[:PROBE_TOKENS]
-    document = Document.along(tokens, min(PROBE_STEPS, len(tokens) - 1)) if len(tokens) > 1 else None
-    if document is None:
+    if len(tokens) < 2:
         return None
+    document = Document.along(tokens, min(PROBE_STEPS, len(tokens) - 1))
     prefix = session.prefix(document.prompt[:-1])
     dense = _decoded(session, EXACT, document, prefix)
 
@@ -66,6 +65,4 @@ def _decoded(session: Session, kv_bits: KvFormats, document: Document, prefix: P
     other = session if kv_bits == session.kv_bits else replace(session, kv_bits=kv_bits, checked=set())
     cache, pool = other.cache(CacheConfig(), len(prefix.tokens) + document.num_steps)
     written, cache = prefix.into(session.backend, cache, pool, document.num_steps)
-    known: dict[str, Any] = {"decoder": session.decoder, "written": [written], "keep_logits": True}
-    outcome, _ = decode(session, cache, pool, [document], None, **known)
-    return outcome
+    return decode(session, cache, pool, [document], None, written=[written], keep_logits=True)[0]

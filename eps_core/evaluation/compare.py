@@ -9,7 +9,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from eps_core.config.cache import CacheConfig
-from eps_core.config.formats import described
+from eps_core.config.formats import EXACT, described
 from eps_core.decode.cost import Cost, cost_of
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import tokens_of
@@ -68,7 +68,7 @@ def prepare(request: RunRequest) -> Job:
         least = spec.max_context + 1 if job.cost.min_context is None else job.cost.min_context
         job.request = replace(request, config=request.config.replace(min_context=least))
     session.load(request.verify)
-    if request.coded:
+    if request.kv_bits != EXACT:
         job.codes = codes_error(session, prompts[0])
     _warm_up(job)
     return job
@@ -144,7 +144,9 @@ def _decode(
     held.rewind(documents)
     outcome.tokens = tokens_of(outcome.rounds or outcome.records, len(documents))
     outcome.texts = [job.session.decode(one) for one in outcome.tokens]
-    outcome.prefill_ms, outcome.of_dense = held.ms, 1.0 if name == "dense" else job.of_dense
+    outcome.prefill_ms = held.ms
+    if name != "dense":
+        outcome.of_dense = job.session.one_unit().kv_token_bytes / job.dense.one_unit().kv_token_bytes
     outcome.stored = None if held.stored is None else {"ttft_ms": ttft_ms}
     return outcome
 

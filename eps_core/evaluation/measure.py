@@ -202,6 +202,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise ConfigError(f"{output.path} is damaged at {line['type']} {index}: give another -o") from error
 
+        work: Callable[[], Mapping[str, Any]]
         tasks, texts, indices = [], [], count()
         for questions in groups:
             answers = []

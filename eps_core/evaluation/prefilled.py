@@ -59,11 +59,6 @@ class Job:
         }
 
     @property
-    def of_dense(self) -> float:
-        """Bytes of a token's K and V over those of the dense side's cache."""
-        return self.session.one_unit().kv_token_bytes / self.dense.one_unit().kv_token_bytes
-
-    @property
     def dense_store(self) -> CacheConfig:
         return CacheConfig(block_size=self.request.config.cache_config.unit_tokens)
 
@@ -132,7 +127,7 @@ def prefilled(job: Job) -> Prefilled:
         return job.caches.fill(job, lambda prompt, done, total: progress(int(before[prompt]) + done, int(before[-1])))
 
 
-def _fill(job: Job, held: Held, on_prefill: Callable[[int, int, int], None]) -> None:
+def _fill(job: Job, held: Held, on_prefill: OnPrefill) -> None:
     """Prefills the prompts, all but the last token of each, into a cache; stored ones are loaded."""
     prompts, started = [one.prompt for one in job.documents], time.perf_counter()
     if held.stored is not None:

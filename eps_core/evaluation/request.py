@@ -61,11 +61,6 @@ class RunRequest:
     layer: Callable[[Session], dict[str, Any] | None] | None = None
 
     @property
-    def coded(self) -> bool:
-        """Return whether K and V lie as codes."""
-        return self.kv_bits != EXACT
-
-    @property
     def own_dense(self) -> KvFormats:
         """In what K and V of the dense run lie: as the model has them, but where verified decoding promises the dense
         text over the same cache."""
@@ -74,7 +69,7 @@ class RunRequest:
     @property
     def changes(self) -> bool:
         """Return whether anything but the model's own dense decoding runs."""
-        return self.config.cache_config.enabled or self.keep.enabled or self.coded
+        return self.config.cache_config.enabled or self.keep.enabled or self.kv_bits != EXACT
 
     @property
     def reads(self) -> str:

@@ -126,42 +126,33 @@ def decode(
     step's or round's record is handed over as it comes. `decoder`: another than the session's."""
     prompts, stop = [one.prompt for one in documents], documents[0].stop
     num_steps, outcome = max(one.num_steps for one in documents), Outcome(said=[[] for _ in documents])
+    decoder, forced = decoder or session.decoder, documents[0].forced is not None
+    steps: Generator[Any, None, Any]
+    kept: list[Any] = outcome.records
     if verify.enabled and selection_config is not None and cache.cache_config.enabled:
-        assert documents[0].forced is None, "a verified decode says what it says: it cannot be forced"
+        assert not forced, "a verified decode says what it says: it cannot be forced"
         session.check_kernels(cache.cache_config, verified=True)
-        rounds = verified(
-            decoder or session.decoder, cache, pool, prompts, num_steps, sampling, selection_config, verify, stop,
+        steps = verified(
+            decoder, cache, pool, prompts, num_steps, sampling, selection_config, verify, stop,
             drafter=session.drafter(verify), written=more.get("written"),
         )  # fmt: skip
-        return outcome, _drain(rounds, outcome.rounds, outcome.said, stop, on_record)
-    forced = None
-    if documents[0].forced is not None:
+        kept = outcome.rounds
+    else:
         # the token after a text's last one is never fed: any will do
-        forced = [[*(one.forced or ()), one.prompt[-1]] for one in documents]
-    steps = generate(
-        decoder or session.decoder, cache, pool, prompts, num_steps, sampling, selection_config, stop_tokens=stop,
-        forced_tokens=forced, **more,
-    )  # fmt: skip
-    return outcome, _drain(steps, outcome.records, outcome.said, stop, on_record)
-
-
-def _drain(
-    records: Generator[Any, None, Any],
-    kept: list[Any],
-    said: list[list[int]],
-    stop: tuple[int, ...],
-    on_record: Callable[[Any], None] | None,
-) -> Any:
-    """Runs a decode to its end: its records to `kept`, its tokens to `said`; returns the cache."""
+        fed = [[*(one.forced or ()), one.prompt[-1]] for one in documents] if forced else None
+        steps = generate(
+            decoder, cache, pool, prompts, num_steps, sampling, selection_config, stop_tokens=stop, forced_tokens=fed,
+            **more,
+        )  # fmt: skip
     while True:
         try:
-            record = next(records)
+            record: Any = next(steps)
         except StopIteration as end:
-            return end.value
+            return outcome, end.value
         kept.append(record)
         for index, token in zip(record.sequences, record.tokens, strict=True):
             if token not in stop:
-                said[index].append(token)
+                outcome.said[index].append(token)
         if on_record is not None:
             on_record(record)
 

@@ -199,8 +199,9 @@ def load_longbench(path: Path, prompts: Path | None = None, most_samples: int | 
         classes = _texts(place, record, "all_classes") if metric is classification_score else ()
         fields = {name: _text(place, record, name) for name in ("context", "input")}
         # in one pass, and not by str.format: an official prompt may hold other braces
-        filled = re.sub(r"\{(context|input)\}", lambda found, fields=fields: fields[found[1]], prompt)
-        samples.append(Sample(dataset, filled, answers, None, max_new_tokens, classes, "longbench"))
+        parts = re.split(r"\{(context|input)\}", prompt)
+        parts[1::2] = [fields[name] for name in parts[1::2]]
+        samples.append(Sample(dataset, "".join(parts), answers, None, max_new_tokens, classes, "longbench"))
     return samples
 
 
