@@ -13,8 +13,8 @@ from eps_mlx.kernels.launch import Kernel, launch
 # two threadgroups of two simdgroups
 REVERSE = Kernel(
     "reverse",
-    ["x", "y", "factor"],
-    ["out"],
+    ("x", "y", "factor"),
+    ("out",),
     """
     threadgroup float held[D];
     const int i = int(thread_position_in_grid.x);

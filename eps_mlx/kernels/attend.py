@@ -262,11 +262,11 @@ _MERGE = """
 
 decode = Kernel(
     "eps_attend_decode",
-    ["q", "k_pool", "v_pool", "table", "lengths", "groups", "counts", "softmax_scale", "sizes"],
-    ["part_sum", "part_mass"],
+    ("q", "k_pool", "v_pool", "table", "lengths", "groups", "counts", "softmax_scale", "sizes"),
+    ("part_sum", "part_mass"),
     _DECODE,
 )
-merge = Kernel("eps_attend_merge", ["part_sum", "part_mass", "sizes"], ["out", "lse"], _MERGE)
+merge = Kernel("eps_attend_merge", ("part_sum", "part_mass", "sizes"), ("out", "lse"), _MERGE)
 
 
 def attend_groups(

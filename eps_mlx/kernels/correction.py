@@ -211,11 +211,11 @@ _MERGE = """
 
 parts = Kernel(
     "eps_correction_parts",
-    ["estimate", "visit", "mean", "mean_scale", "correction_valid", "table", "lengths", "sizes"],
-    ["part_sum", "part_mass"],
+    ("estimate", "visit", "mean", "mean_scale", "correction_valid", "table", "lengths", "sizes"),
+    ("part_sum", "part_mass"),
     _PARTS,
 )
-merge = Kernel("eps_correction_merge", ["part_sum", "part_mass", "lse", "sizes"], ["out", "correction_lse"], _MERGE)
+merge = Kernel("eps_correction_merge", ("part_sum", "part_mass", "lse", "sizes"), ("out", "correction_lse"), _MERGE)
 
 
 def attend_correction(

@@ -246,8 +246,8 @@ _ROWS = (
 
 rows = Kernel(
     "eps_attend_rows",
-    ["q", "k_pool", "v_pool", "table", "lengths", "starts", "sizes"],
-    ["part_sum", "part_mass", "masses"],
+    ("q", "k_pool", "v_pool", "table", "lengths", "starts", "sizes"),
+    ("part_sum", "part_mass", "masses"),
     _ROWS,
 )
 

@@ -42,11 +42,11 @@ def read_values(name: str, bits: int, to: str) -> str:
 def reading(kernel: Kernel, bits: tuple[int, int], to: tuple[str, str]) -> Kernel:
     """A kernel for K and V of `bits` each, read into the pieces `to` where its text has READ_K and READ_V. Scales of
     codes are inputs after the others."""
-    name, inputs, source = kernel.name, [*kernel.inputs], kernel.source
+    name, inputs, source = kernel.name, kernel.inputs, kernel.source
     for which, held, piece in zip("kv", bits, to, strict=True):
         source = source.replace(f"READ_{which.upper()}", read_values(which, held, piece))
         if held != 16:
-            name, inputs = f"{name}_{which}{held}", [*inputs, f"{which}_scale"]
+            name, inputs = f"{name}_{which}{held}", (*inputs, f"{which}_scale")
     return replace(kernel, name=name, inputs=inputs, source=source)
 
 

@@ -11,13 +11,10 @@ import clang.cindex as cindex
 
 from eps_mlx.kernels.launch import METAL_HEADER
 
-_MATH = "exp exp2 log log2 sqrt rsqrt floor ceil rint round trunc fabs abs cos sin"
-_TESTS = "isnan isinf isfinite"
-_REDUCE = "simd_sum simd_product simd_max simd_min simd_or simd_and simd_xor simd_prefix_inclusive_sum"
-_REDUCE += " simd_prefix_exclusive_sum simd_broadcast_first"
-_MOVE = "simd_shuffle simd_broadcast simd_shuffle_xor simd_shuffle_up simd_shuffle_down"
+_MATH = "exp exp2 log log2 rint fabs"
+_REDUCE = "simd_sum simd_max simd_prefix_exclusive_sum"
+_MOVE = "simd_shuffle simd_shuffle_xor"
 _PAIR_TYPES = "float half int uint long ulong short ushort"
-_ATOMIC = "add sub max min or and"
 
 PRELUDE = (
     """
@@ -26,8 +23,7 @@ PRELUDE = (
 #define constant __constant
 #define threadgroup __local
 #define thread __private
-#define atomic_int metal_atomic_int  // OpenCL has types of these names
-#define atomic_uint metal_atomic_uint
+#define atomic_uint metal_atomic_uint  // OpenCL has a type of this name
 typedef unsigned char uchar; typedef unsigned short ushort; typedef unsigned int uint; typedef unsigned long ulong;
 typedef signed char int8_t; typedef uchar uint8_t; typedef short int16_t; typedef ushort uint16_t;
 typedef int int32_t; typedef uint uint32_t; typedef long int64_t; typedef ulong uint64_t;
@@ -37,49 +33,26 @@ typedef uint uint2 __attribute__((ext_vector_type(2)));
 typedef uint uint3 __attribute__((ext_vector_type(3)));
 typedef half bfloat16_t;  // clang has no arithmetic of its own for it there
 #define INFINITY __builtin_inff()
-#define NAN __builtin_nanf("")
 namespace metal {
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 mem_flags operator|(mem_flags a, mem_flags b);
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 template <class To, class From> To as_type(From);
-template <class T> T select(T, T, bool);
-bool simd_any(bool);
-bool simd_all(bool);
-uint64_t simd_ballot(bool);
-float fma(float, float, float);
-uint popcount(uint);
-uint clz(uint);
-uint ctz(uint);
-int abs(int);
+bool isfinite(float);
 enum memory_order { memory_order_relaxed };
-struct atomic_int { int value; };
 struct atomic_uint { uint value; };
 """
     + "".join(f"float {name}(float);\n" for name in _MATH.split())
-    + "".join(f"bool {name}(float);\n" for name in _TESTS.split())
     + "".join(f"template <class T> T {name}(T);\n" for name in _REDUCE.split())
     + "".join(f"template <class T> T {name}(T, ushort);\n" for name in _MOVE.split())
+    + "".join(f"{one} max({one}, {one}); {one} min({one}, {one});\n" for one in _PAIR_TYPES.split())
     + "".join(
-        f"{one} max({one}, {one}); {one} min({one}, {one}); {one} clamp({one}, {one}, {one});\n"
-        for one in _PAIR_TYPES.split()
-    )
-    + "".join(
-        f"{value} atomic_fetch_{name}_explicit({space} atomic_{value}*, {value}, memory_order);\n"
-        for name in _ATOMIC.split()
-        for value in ("int", "uint")
+        f"uint atomic_fetch_add_explicit({space} atomic_uint*, uint, memory_order);\n"
+        f"void atomic_store_explicit({space} atomic_uint*, uint, memory_order);\n"
+        f"uint atomic_load_explicit({space} const atomic_uint*, memory_order);\n"
         for space in ("__local", "__global")
     )
-    + "".join(
-        f"void atomic_store_explicit({space} atomic_{value}*, {value}, memory_order);\n"
-        f"{value} atomic_load_explicit({space} const atomic_{value}*, memory_order);\n"
-        f"{value} atomic_exchange_explicit({space} atomic_{value}*, {value}, memory_order);\n"
-        for value in ("int", "uint")
-        for space in ("__local", "__global")
-    )
-    + "namespace precise { using metal::exp; using metal::exp2; using metal::log; using metal::rsqrt; }\n"
-    + "namespace fast { using metal::exp; using metal::exp2; using metal::log; using metal::rsqrt; }\n"
     + "}\nusing namespace metal;\n"
 )
 
@@ -90,8 +63,6 @@ template <class T, int N> struct Lanes { typedef T type __attribute__((ext_vecto
 template <class T, int N> using Piece = typename Lanes<T, N>::type;
 template <int N, class T> Piece<T, N> load_piece(const device T*);
 template <int N, class T> Piece<T, N> load_piece(const constant T*);
-template <class T> Piece<T, 4> load4(const device T*);
-template <class T> Piece<T, 4> load4(const constant T*);
 """
 
 _ARGUMENTS = "-x clcpp -cl-std=CLC++2021 -target spir64 -nostdinc -cl-no-stdinc -fno-caret-diagnostics -Wno-unused"

@@ -3,7 +3,6 @@
 #pragma once
 #include "place.h"
 
-typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef _Float16 half, float16_t;
 
@@ -11,7 +10,6 @@ typedef _Float16 half, float16_t;
 #define constant
 #define thread
 #define INFINITY __builtin_inff()
-#define NAN __builtin_nanf("")
 #define SHIM_RAW __attribute__((no_sanitize("thread"))) inline
 
 struct bfloat16_t {
@@ -23,7 +21,6 @@ struct bfloat16_t {
   }
   operator float() const { return __builtin_bit_cast(float, uint32_t(bits) << 16); }
 };
-typedef bfloat16_t bfloat;
 
 #define SHIM_ENTRY extern "C" __attribute__((no_sanitize("thread"))) void shim_entry
 #define SHIM_SHARE(name) shim_share((void*)&name, sizeof(name))
@@ -66,12 +63,7 @@ SHIM_RAW T shim_unpack(uint64_t bits) {
     return shim_unpack<T>(lanes->result[0]);                                      \
   }
 SHIM_REDUCE(simd_sum, a + b)
-SHIM_REDUCE(simd_product, a* b)
 SHIM_REDUCE(simd_max, (b > a || a != a ? b : a))
-SHIM_REDUCE(simd_min, (b < a || a != a ? b : a))
-SHIM_REDUCE(simd_or, a | b)
-SHIM_REDUCE(simd_and, a& b)
-SHIM_REDUCE(simd_xor, a ^ b)
 
 #define SHIM_MOVE(name, argument, source)                                         \
   template <class T>                                                              \
@@ -83,22 +75,8 @@ SHIM_REDUCE(simd_xor, a ^ b)
     return from < lanes->count ? shim_unpack<T>(lanes->value[from]) : mine;       \
   }
 SHIM_MOVE(simd_shuffle, index, index)
-SHIM_MOVE(simd_broadcast, index, index)
 SHIM_MOVE(simd_shuffle_xor, mask, lane ^ mask)
-SHIM_MOVE(simd_shuffle_down, delta, lane + delta)
-SHIM_MOVE(simd_shuffle_up, delta, lane - delta)
 
-template <class T>
-SHIM_RAW T simd_broadcast_first(T mine, int line = __builtin_LINE()) {
-  return simd_broadcast(mine, 0, line);
-}
-template <class T>
-SHIM_RAW T simd_prefix_inclusive_sum(T mine, int line = __builtin_LINE()) {
-  ShimLanes* lanes = shim_exchange(shim_pack(mine), line);
-  T sum = T(0);
-  for (uint i = 0; i <= lanes->lane; i++) sum = sum + shim_unpack<T>(lanes->value[i]);
-  return sum;
-}
 template <class T>
 SHIM_RAW T simd_prefix_exclusive_sum(T mine, int line = __builtin_LINE()) {
   ShimLanes* lanes = shim_exchange(shim_pack(mine), line);
@@ -106,14 +84,6 @@ SHIM_RAW T simd_prefix_exclusive_sum(T mine, int line = __builtin_LINE()) {
   for (uint i = 0; i < lanes->lane; i++) sum = sum + shim_unpack<T>(lanes->value[i]);
   return sum;
 }
-SHIM_RAW uint64_t simd_ballot(bool mine, int line = __builtin_LINE()) {
-  ShimLanes* lanes = shim_exchange(mine, line);
-  uint64_t votes = 0;
-  for (uint i = 0; i < lanes->count; i++) votes |= lanes->value[i] << i;
-  return votes;
-}
-SHIM_RAW bool simd_any(bool mine, int line = __builtin_LINE()) { return simd_or(uint(mine), line); }
-SHIM_RAW bool simd_all(bool mine, int line = __builtin_LINE()) { return simd_and(uint(mine), line); }
 
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 SHIM_RAW mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
@@ -123,56 +93,23 @@ SHIM_RAW void simdgroup_barrier(mem_flags, int line = __builtin_LINE()) { shim_s
 // one type on both sides, as in MSL
 #define SHIM_PAIR(type)                                                            \
   SHIM_RAW type max(type a, type b) { return a < b || a != a ? b : a; }            \
-  SHIM_RAW type min(type a, type b) { return b < a || a != a ? b : a; }            \
-  SHIM_RAW type clamp(type x, type low, type high) { return min(max(x, low), high); }
+  SHIM_RAW type min(type a, type b) { return b < a || a != a ? b : a; }
 SHIM_PAIR(float)
-SHIM_PAIR(half)
 SHIM_PAIR(int)
 SHIM_PAIR(uint)
-SHIM_PAIR(int64_t)
-SHIM_PAIR(uint64_t)
-SHIM_PAIR(short)
-SHIM_PAIR(ushort)
 #define SHIM_MATH(name) \
   SHIM_RAW float name(float x) { return __builtin_##name##f(x); }
 SHIM_MATH(exp)
 SHIM_MATH(exp2)
 SHIM_MATH(log)
 SHIM_MATH(log2)
-SHIM_MATH(sqrt)
-SHIM_MATH(floor)
-SHIM_MATH(ceil)
-SHIM_MATH(trunc)
-SHIM_MATH(round)
 SHIM_MATH(rint)
 SHIM_MATH(fabs)
-SHIM_MATH(cos)
-SHIM_MATH(sin)
-SHIM_RAW float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
-SHIM_RAW float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-SHIM_RAW float abs(float x) { return __builtin_fabsf(x); }
-SHIM_RAW int abs(int x) { return x < 0 ? -x : x; }
-SHIM_RAW bool isnan(float x) { return __builtin_isnan(x); }
-SHIM_RAW bool isinf(float x) { return __builtin_isinf(x); }
 SHIM_RAW bool isfinite(float x) { return __builtin_isfinite(x); }
-SHIM_RAW uint popcount(uint x) { return __builtin_popcount(x); }
-SHIM_RAW uint64_t popcount(uint64_t x) { return __builtin_popcountll(x); }
-SHIM_RAW uint clz(uint x) { return x ? __builtin_clz(x) : 32; }
-SHIM_RAW uint ctz(uint x) { return x ? __builtin_ctz(x) : 32; }
-SHIM_RAW uint reverse_bits(uint x) {
-  uint y = 0;
-  for (uint i = 0; i < 32; i++) y |= ((x >> i) & 1u) << (31 - i);
-  return y;
-}
-template <class T>
-SHIM_RAW T select(T a, T b, bool second) { return second ? b : a; }
-namespace precise { using metal::exp, metal::exp2, metal::log, metal::log2, metal::sqrt, metal::rsqrt; }
-namespace fast { using metal::exp, metal::exp2, metal::log, metal::log2, metal::sqrt, metal::rsqrt; }
 
 enum memory_order { memory_order_relaxed };
 template <class T>
 struct atomic { T value; };
-typedef atomic<int> atomic_int;
 typedef atomic<uint> atomic_uint;
 #define SHIM_ATOMIC(name, step)                                                    \
   template <class T, class V>                                                      \
@@ -183,12 +120,6 @@ typedef atomic<uint> atomic_uint;
     return a;                                                                      \
   }
 SHIM_ATOMIC(atomic_fetch_add_explicit, a + b)
-SHIM_ATOMIC(atomic_fetch_sub_explicit, a - b)
-SHIM_ATOMIC(atomic_fetch_max_explicit, (a < T(b) ? T(b) : a))
-SHIM_ATOMIC(atomic_fetch_min_explicit, (T(b) < a ? T(b) : a))
-SHIM_ATOMIC(atomic_fetch_or_explicit, a | b)
-SHIM_ATOMIC(atomic_fetch_and_explicit, a& b)
-SHIM_ATOMIC(atomic_exchange_explicit, b)
 SHIM_ATOMIC(atomic_store_explicit, b)
 template <class T>
 SHIM_RAW T atomic_load_explicit(const atomic<T>* place, memory_order) {
@@ -207,8 +138,4 @@ template <int N, class T>
 SHIM_RAW Piece<T, N> load_piece(const T* p) {
   shim_read(p, sizeof(Piece<T, N>));
   return *reinterpret_cast<const Piece<T, N>*>(p);
-}
-template <class T>
-SHIM_RAW Piece<T, 4> load4(const T* p) {
-  return load_piece<4>(p);
 }

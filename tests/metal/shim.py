@@ -135,9 +135,9 @@ def generated_text(
         examples = [mx.zeros(() if scalar else (7,) if few else (8,), dtype) for dtype, scalar, few in kinds]
 
         def call(*arrays: mx.array) -> list[mx.array]:
-            return launch.metal_kernel(kernel)(
+            return launch.compiled(kernel, on_metal=True)(
                 inputs=list(arrays),
-                template=launch.template_list(template),
+                template=list(template.items()),
                 grid=(32, 1, 1),
                 threadgroup=(32, 1, 1),
                 output_shapes=[(1,)] * len(output_dtypes),
