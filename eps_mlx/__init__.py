@@ -32,7 +32,8 @@ from eps_mlx.arrays import (
     write_kv_tentative,
 )
 from eps_mlx.attention import attend, attend_chunk
-from eps_mlx.cache import Cache, grow, import_units, new_cache, span, to_host, wait
+from eps_mlx.cache import Cache, grow, import_units, new_cache, span, to_host
+from eps_mlx.cache import evaluate as wait
 from eps_mlx.device import device_name, devices, from_numpy, to_numpy
 from eps_mlx.kernels.choose import kernel_of, usable_kernels
 from eps_mlx.model import load_model

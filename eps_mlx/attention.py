@@ -43,29 +43,13 @@ def _attend(ops: Ops, cache: Cache, layer: int, q: mx.array, plan: StepPlan, sel
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
         if selection is None:
             states = [_attend_all(cache, layer, a[b], table[b], int(lengths[b])) for b in range(batch)]
-        elif (
-            selection.uniform is not None and (selection.always_selected > 0)[lengths % cache.cache_config.S > 0].all()
-        ):
+        elif selection.uniform is not None and selection.always_selected[lengths % cache.cache_config.S > 0].all():
             # always selected groups hold the open one: every head ends with the same tile
-            states = [
-                _attend_tiles(
-                    cache,
-                    layer,
-                    a[b],
-                    selection.groups[b, :, : int(selection.uniform[b])],
-                    table[b],
-                    _unwritten(cache, int(lengths[b])),
-                )
-                for b in range(batch)
-            ]
+            states = [_attend_uniform(cache, layer, a[b], selection, plan, b) for b in range(batch)]
         else:
             states = _attend_ragged(cache, layer, a, selection, table, lengths)
         out, lse = (mx.stack(list(part)) for part in zip(*states, strict=True))
         return out.reshape(q.shape).astype(q.dtype), lse.reshape(batch, num_heads)
-
-
-def _unwritten(cache: Cache, length: int) -> int:
-    return -length % cache.cache_config.S
 
 
 def _softmax_sums(logits: mx.array, axes: tuple[int, ...]) -> tuple[mx.array, mx.array, mx.array]:
@@ -83,7 +67,7 @@ def _attend_all(cache: Cache, layer: int, a: mx.array, table: np.ndarray, length
         parts.append(_attend_units(cache, layer, a, table[:num_full], cache.cache_config.unit_tokens))
     if rest:
         parts.append(_attend_units(cache, layer, a, table[num_full : num_full + 1], rest))
-    return parts[0] if len(parts) == 1 else merge(parts[0], parts[1])
+    return parts[0] if len(parts) == 1 else merge(*parts)
 
 
 def _attend_units(cache: Cache, layer: int, a: mx.array, units: np.ndarray, tokens: int) -> State:
@@ -104,13 +88,13 @@ def _read_units(pool: pages.Pool, units: np.ndarray, tokens: int) -> mx.array:
     return pages.units_of(OPS, pool, units)[:, :, :tokens].astype(mx.float32)
 
 
-def _attend_tiles(cache: Cache, layer: int, a: mx.array, groups: mx.array, table: np.ndarray, unwritten: int) -> State:
-    """Attention of kv heads a [H, R, D] over groups [H, W] of one sequence, `unwritten` tokens of the last cut off.
-    H is all kv heads."""
-    per_unit = cache.cache_config.groups_per_unit
-    units = mx.take(mx.array(table.astype(np.int32)), groups // per_unit)
+def _attend_uniform(cache: Cache, layer: int, a: mx.array, selection: Selection, plan: StepPlan, b: int) -> State:
+    """Attention of sequence b, a [Hkv, R, D], over equally many groups of each kv head, with the open one last."""
+    assert selection.uniform is not None
+    groups, per_unit = selection.groups[b, :, : int(selection.uniform[b])], cache.cache_config.groups_per_unit
+    units = mx.take(mx.array(plan.table[b].astype(np.int32)), groups // per_unit)
     rows = (units * cache.spec.num_kv_heads + mx.arange(len(groups))[:, None]) * per_unit + groups % per_unit
-    return _attend_places(cache, layer, a, rows, unwritten)
+    return _attend_places(cache, layer, a, rows, -int(plan.lengths[b]) % cache.cache_config.S)
 
 
 def _attend_places(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwritten: int) -> State:
@@ -141,7 +125,7 @@ def _attend_ragged(
                 heads.append((mx.zeros(a.shape[2:])[None], mx.full((1, a.shape[2]), -math.inf)))
                 continue
             rows = (table[b, listed // per_unit] * spec.num_kv_heads + head) * per_unit + listed % per_unit
-            unwritten = _unwritten(cache, length) if listed[-1] == length // size else 0
+            unwritten = -length % size if listed[-1] == length // size else 0
             heads.append(
                 _attend_places(cache, layer, a[b, head : head + 1], mx.array(rows.astype(np.int32))[None], unwritten)
             )

@@ -76,11 +76,6 @@ def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def wait(cache: Cache, *arrays: mx.array) -> None:
-    """Until everything so far is computed."""
-    evaluate(cache, *arrays)
-
-
 def to_host(cache: Cache, arrays: Sequence[mx.array]) -> list[np.ndarray]:
     """Arrays on the host, computed together with the cache's pending writes."""
     # bfloat16, which numpy lacks, as float32

@@ -22,7 +22,7 @@ from test_kernel_scores import Filled as Summaries
 from test_kernel_select import check_topk, written_once
 
 from eps_core.summaries import rq as oracle
-from eps_mlx.kernels import attend, launch, score, turn_units, units
+from eps_mlx.kernels import attend, launch, turn_units, units
 
 METAL = bound("mlx", "metal")
 SEED = 3
@@ -122,10 +122,7 @@ def test_queries_are_turned_and_rounded_to_the_bit(dtype: mx.Dtype, head_dim: in
 
 
 def test_more_query_heads_than_threadgroup_memory_holds_are_refused() -> None:
-    pool, places = mx.zeros((1, 1, 8, 64), mx.uint8), [mx.zeros((1, 1), mx.int32)] * 3
-    with pytest.raises(ValueError, match="threadgroup memory"):
-        score.layout(pool, 1, 512, 17)
-    shape = 1, KV_HEADS, 24, 256
+    shape, places = (1, KV_HEADS, 24, 256), [mx.zeros((1, 1), mx.int32)] * 3
     asked = turn_units.Query(mx.zeros(shape), mx.zeros(shape), mx.zeros(shape[:3]))
     summary = {name: mx.array(x) for name, x in Summaries(ScoreCase(256, 24, cascade=(), num_units=1)).pools.items()}
     with pytest.raises(ValueError, match="49152 bytes of threadgroup memory"):

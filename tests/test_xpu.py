@@ -35,15 +35,13 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_auto_takes_it(xpu: list[str]) -> None:
+def test_auto_takes_it(xpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert eps_cuda.devices() == ["cpu", "xpu"] and eps_cuda.device_name("xpu") == "Intel GPU"
     assert choose_device(eps_cuda, "auto") == choose_device(eps_cuda, "xpu") == "xpu"
     assert eps_cuda.device.device_of("auto").type == "xpu"
     if load_backend("mlx").devices() == ["cpu"]:
         assert load_backend("auto") is eps_cuda
-
-
-def test_both_choices_prefer_the_same_gpu(xpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # beside another, both choices prefer the same
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert eps_cuda.devices() == ["cpu", "cuda", "xpu"]
     assert choose_device(eps_cuda, "auto") == eps_cuda.device.device_of("auto").type == "cuda"

@@ -34,17 +34,14 @@ def _compiles(device: str) -> bool:
     return device != "cpu" or interpreted()
 
 
-# the module of each family whose `KERNELS` is its table
-_TABLES = {"numba": "eps_cuda.kernels.cpu", "triton": "eps_cuda.kernels.dispatch"}
-
-
 @cache
 def kernels_of(kernels: str) -> KernelTable:
     """Return the table of a family of kernels; an empty one for array operations."""
-    # a family's libraries take seconds to import, and its modules import the cache, which imports this one
-    if kernels not in _TABLES:
+    if kernels == "arrays":
         return KernelTable()
-    found: KernelTable = importlib.import_module(_TABLES[kernels]).KERNELS
+    # a family's libraries take seconds to import, and its modules import the cache, which imports this one
+    module = {"numba": "cpu", "triton": "dispatch"}[kernels]
+    found: KernelTable = importlib.import_module(f"eps_cuda.kernels.{module}").KERNELS
     return found
 
 

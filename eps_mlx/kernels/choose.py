@@ -19,17 +19,14 @@ def usable_kernels(device: str) -> list[str]:
     return usable
 
 
-# the module of each family whose `KERNELS` is its table
-_TABLES = {"numba": "eps_mlx.kernels.cpu", "metal": "eps_mlx.kernels.dispatch"}
-
-
 @cache
 def kernels_of(kernels: str) -> KernelTable:
     """Return the table of a family of kernels; an empty one for array operations."""
-    # a family's libraries take seconds to import, and its modules import the cache, which imports this one
-    if kernels not in _TABLES:
+    if kernels == "arrays":
         return KernelTable()
-    found: KernelTable = importlib.import_module(_TABLES[kernels]).KERNELS
+    # a family's libraries take seconds to import, and its modules import the cache, which imports this one
+    module = {"numba": "cpu", "metal": "dispatch"}[kernels]
+    found: KernelTable = importlib.import_module(f"eps_mlx.kernels.{module}").KERNELS
     return found
 
 

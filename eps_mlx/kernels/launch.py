@@ -1,6 +1,6 @@
 """How a kernel body reaches a GPU: `mx.fast.metal_kernel` on Apple's, `mx.fast.cuda_kernel` behind macros on NVIDIA's.
 
-Rules for bodies, so that one text compiles as both:
+Rules for bodies, so that one text compiles as both (letters as in `attention.protocol`):
 - `threadgroup` is the only address-space word, `auto` the type of pointers: MLX passes inputs of fewer than 8 elements
   as `constant`, others as `device`.
 - A scalar is an input of one element, read as `x[0]`; several integers are one input, made by `integers`.

@@ -6,7 +6,7 @@ where all estimates share a few bins and their atomics would queue. It stops as 
 distinct estimates usually after two passes. Then each simdgroup lists a contiguous run of groups at the place that the
 counts of the runs before it say. No sort, no data-dependent shape, no synchronisation; ties go to the lower index.
 
-Bodies: see `eps_mlx.kernels.score`. Estimates come as uint32 bits, so infinities survive any math mode.
+Estimates come as uint32 bits, so infinities survive any math mode.
 """
 
 import mlx.core as mx

@@ -1,7 +1,7 @@
 """The Metal kernel that turns and rounds the queries of codes about units' means (`eps_core.summaries.rq`).
 
 Rounded queries are equal to the bit in every library: the rotation adds in the order of `rotate`, each level through
-threadgroup memory, where no compiler fuses it with the next. Bodies: see `eps_mlx.kernels.score`.
+threadgroup memory, where no compiler fuses it with the next.
 """
 
 import math
@@ -13,7 +13,8 @@ import numpy as np
 
 from eps_core.summaries.rq import QUERY_STEPS, hadamard_blocks
 from eps_mlx.kernels.launch import Kernel, launch
-from eps_mlx.kernels.score import THREADS, heads_per_kv_head, softmax_scale
+
+THREADS = 256  # of a threadgroup, at most; changes speed only
 
 # each d's block is the power of two of D that it lies in, as `hadamard_blocks` has them
 _TURN = f"""
@@ -83,11 +84,12 @@ class Query(NamedTuple):
 def turn_units(q: mx.array, signs: mx.array, kv_heads: int) -> Query:
     """The query [B, Hq, D] unscaled as stages ask it: signs [2, D] float32, of the rotation."""
     batch, num_heads, head_dim = q.shape
-    shape = batch, kv_heads, heads_per_kv_head(q, kv_heads), head_dim
+    assert num_heads % kv_heads == 0
+    shape = batch, kv_heads, num_heads // kv_heads, head_dim
     threads = min(THREADS, -(-head_dim // 32) * 32)
     turned, rounded, step = launch(
         _turn_units,
-        [q, signs, _inverse(head_dim), softmax_scale(head_dim)],
+        [q, signs, *_factors(head_dim)],
         {"D": head_dim, "TOP": hadamard_blocks(head_dim)[0], "THREADS": threads},
         grid=(threads, batch * num_heads, 1),
         threadgroup=(threads, 1, 1),
@@ -98,7 +100,8 @@ def turn_units(q: mx.array, signs: mx.array, kv_heads: int) -> Query:
 
 
 @cache
-def _inverse(head_dim: int) -> mx.array:
-    """Return the factors by which `rotate` multiplies each dimension at its end, [D] float32."""
+def _factors(head_dim: int) -> tuple[mx.array, mx.array]:
+    """Return what `rotate` multiplies each dimension by at its end, [D] float32, and 1 / sqrt(D), [1]."""
     blocks = hadamard_blocks(head_dim)
-    return mx.array(np.concatenate([np.full(size, 1 / math.sqrt(size), np.float32) for size in blocks]))
+    ends = np.concatenate([np.full(size, 1 / math.sqrt(size), np.float32) for size in blocks])
+    return mx.array(ends), mx.array([1 / math.sqrt(head_dim)], mx.float32)

@@ -8,16 +8,25 @@ The sums over rounded queries (`turn_units`) are of whole and half numbers, exac
 unit's mean is summed once, by the lanes that share the unit, and is the same for all its groups and stages.
 
 One lane takes PIECE neighbouring groups of a unit: the first part lies plane by plane, so that one read has a byte of
-each of them, and a query's number is read once for all. Bodies: see `eps_mlx.kernels.score`.
+each of them, and a query's number is read once for all.
+
+A group's codes are read once for all R query heads, and not at all where it is open, past the end or without a valid
+summary. Groups with equal codes and scales get equal estimates to the bit: every group's sum is added in one order.
+
+Why no tables of what a byte or nibble adds, which serve a CPU best: at D = 128, R = 4 a simdgroup of 32 groups costs 32
+reads of 16 bytes a lane of threadgroup memory, 4 to 8 clocks each and more where banks collide; selecting signs costs
+128 * (R + 2) instructions at four a clock, as much, and needs none of the 8 to 64 KiB such tables take of the 32 KiB
+that a threadgroup has.
 """
 
 import mlx.core as mx
 
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_mlx.kernels.launch import Kernel, integers, launch
-from eps_mlx.kernels.score import THREADGROUP_BYTES, THREADS, layout
-from eps_mlx.kernels.turn_units import Query
+from eps_mlx.kernels.turn_units import THREADS, Query
 
+THREADGROUP_BYTES = 32 * 1024  # what Apple GPUs have
+WORDS = {4: mx.uint32, 2: mx.uint16, 1: mx.uint8}  # by their bytes
 PIECE = 4  # groups that one lane scores; changes speed only
 
 # of a byte that `to_byte` made; float32 has these numbers, but a GPU may take those below 2^-126 for 0
@@ -273,11 +282,13 @@ def score_units(
     `summary`: a layer's pools by name, fields as in `eps_core.summaries.rq`, [P, Hkv, spans of a unit, ..]; valid
     [P * spans of a unit] uint8 (0: no valid summary), table [B, M] int32, lengths [B] int32."""
     repeat, head_dim = query.turned.shape[2:]
-    words, known = layout(summary["mean"], mean_bits, head_dim, repeat)
-    template = known | _template(query, summary)
+    template, mean = _template(query, summary), summary["mean"]
+    assert mean.shape[-1] == -(-head_dim * mean_bits // 8)
+    # the widest words that a mean is a whole number of
+    word = next(word for size, word in WORDS.items() if mean.shape[-1] % size == 0)
     num_groups, finalized = table.shape[1] * template["SPU"] * template["N"], template["N"]
     piece = min(PIECE, finalized)
-    held = (8 // mean_bits * summary["mean"].shape[-1] + 8 * template["B0"]) * repeat * 4
+    held = (8 // mean_bits * mean.shape[-1] + 8 * template["B0"]) * repeat * 4
     if held > THREADGROUP_BYTES:
         raise ValueError(
             f"{repeat} query heads of {head_dim} dimensions per kv head need {held} bytes of threadgroup memory, more "
@@ -287,12 +298,12 @@ def score_units(
     estimate, base = launch(
         _score_units,
         [
-            *query, query.step if anchors is None else anchors, words,
+            *query, query.step if anchors is None else anchors, mean.view(word),
             *(summary[name] for name in ("mean_scale", "scale", "codes")), valid, table, lengths, integers(num_groups),
         ],
         template | {
-            "S": group_size, "PIECE": piece, "STRETCH": _stretch(head_dim, template["B0"]),
-            "ANCHORED": anchors is not None, "SUM": sums,
+            "WORD": word, "BITS": mean_bits, "S": group_size, "PIECE": piece,
+            "STRETCH": _stretch(head_dim, template["B0"]), "ANCHORED": anchors is not None, "SUM": sums,
         },
         grid=(THREADS * -(-num_spans * (finalized // piece) // THREADS), rows, 1),
         threadgroup=(THREADS, 1, 1),

@@ -4,13 +4,10 @@
 #include <stdint.h>
 
 typedef unsigned int uint;
-struct uint2 { uint x, y; };
 struct uint3 { uint x, y, z; };
 struct ShimPlace {
-  uint3 thread_position_in_grid, thread_position_in_threadgroup, threadgroup_position_in_grid, threads_per_threadgroup,
-      threads_per_grid, threadgroups_per_grid;
-  uint thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup, threads_per_simdgroup,
-      simdgroups_per_threadgroup, thread_execution_width;
+  uint3 thread_position_in_grid, threadgroup_position_in_grid;
+  uint thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup;
 };
 struct ShimLanes {
   uint64_t value[32], result[32];

@@ -340,18 +340,7 @@ const char* shim_launch(void (*entry)(void**, const ShimPlace*), int count, void
           }
         for (uint32_t i = 0; i < num_threads; i++) {
           const uint3 at{i % here.x, i / here.x % here.y, i / (here.x * here.y)};
-          places[i] = {{x * size[0] + at.x, y * size[1] + at.y, z * size[2] + at.z},
-                       at,
-                       {x, y, z},
-                       here,
-                       {grid[0], grid[1], grid[2]},
-                       {groups[0], groups[1], groups[2]},
-                       i,
-                       i / 32,
-                       i % 32,
-                       32,
-                       num_simdgroups,
-                       32};
+          places[i] = {{x * size[0] + at.x, y * size[1] + at.y, z * size[2] + at.z}, {x, y, z}, i, i / 32, i % 32};
         }
         run_threadgroup();
       }

@@ -40,8 +40,6 @@ RUNTIME_FLAGS = ["-std=c++20", "-O2", "-fPIC", "-U_FORTIFY_SOURCE", "-shared"]
 SCHEDULES = ("forward", "backward")
 GUARD_BYTES = 4096  # around every buffer, so that what lies outside of one is outside of all
 
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="g++ is absent: Metal kernels run on a CPU only with it")
-
 
 class ShimError(AssertionError):
     """What a kernel must not do on any GPU."""
