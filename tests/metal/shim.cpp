@@ -20,7 +20,7 @@
 namespace {
 
 constexpr size_t STACK_BYTES = 256 * 1024;
-constexpr size_t THREADGROUP_BYTES = 32 * 1024, LINE_BYTES = 128;
+constexpr size_t THREADGROUP_BYTES = 32 * 1024;
 constexpr ptrdiff_t GUARD_BYTES = 256;  // around threadgroup arrays (shim.py)
 constexpr uint32_t NOBODY = 0, ATOMIC = ~0u;  // threads are counted from 1
 
@@ -68,7 +68,6 @@ std::vector<Shared> shared;
 jmp_buf scheduler, failed;
 char message[512];
 uint32_t current, num_threads, threadgroup_epoch, device_epoch, group_number;
-uint64_t num_simd, num_barriers;
 bool backward, inside = false;
 void (*kernel_entry)(void**, const ShimPlace*);
 std::vector<void*> pointers;
@@ -143,7 +142,6 @@ bool run_simdgroup(uint32_t index) {
              fibre.operation);
     }
     for (uint32_t thread = low; thread < high; thread++) fibres[thread].state = RUNNING;
-    num_simd++;
   }
 }
 
@@ -174,7 +172,6 @@ void run_threadgroup() {
     }
     if (flags & 2) threadgroup_epoch++;
     if (flags & 1) device_epoch++;
-    num_barriers++;
   }
 }
 
@@ -293,8 +290,8 @@ void shim_share(void* array, size_t bytes) {
 void shim_read(const void* place, size_t bytes) { access(place, bytes, false); }
 void shim_atomic(void* place, size_t bytes) { access(place, bytes, false, true); }
 
-// statistics: simd operations, barriers, then for each buffer distinct bytes, distinct lines' bytes, bytes loaded and
-// stored by all threads. Returns null or what went wrong.
+// statistics: for each buffer distinct bytes read, and bytes loaded and stored by all threads. Returns null or what went
+// wrong.
 const char* shim_launch(void (*entry)(void**, const ShimPlace*), int count, void** bases, const uint64_t* bytes,
                         const char** names, int num_inputs, const uint32_t* grid, const uint32_t* threadgroup,
                         int is_backward, uint64_t* statistics) {
@@ -303,7 +300,7 @@ const char* shim_launch(void (*entry)(void**, const ShimPlace*), int count, void
   pointers.assign(bases, bases + count);
   buffers.clear();
   shared.clear();
-  num_simd = num_barriers = group_number = 0;
+  group_number = 0;
   for (int i = 0; i < count; i++) {
     const bool is_output = i >= num_inputs;
     buffers.push_back({static_cast<char*>(bases[i]), bytes[i], is_output, names[i],
@@ -344,18 +341,8 @@ const char* shim_launch(void (*entry)(void**, const ShimPlace*), int count, void
         }
         run_threadgroup();
       }
-  *statistics++ = num_simd;
-  *statistics++ = num_barriers;
   for (const Buffer& buffer : buffers) {
-    uint64_t distinct = 0, lines = 0;
-    for (size_t line = 0; line < buffer.read.size(); line += LINE_BYTES) {
-      const auto first = buffer.read.begin() + line;
-      const auto touched = std::count(first, first + std::min(LINE_BYTES, buffer.read.size() - line), 1);
-      distinct += touched;
-      lines += touched ? LINE_BYTES : 0;
-    }
-    *statistics++ = distinct;
-    *statistics++ = lines;
+    *statistics++ = std::count(buffer.read.begin(), buffer.read.end(), 1);
     *statistics++ = buffer.loaded;
     *statistics++ = buffer.stored;
   }

@@ -47,16 +47,12 @@ class ShimError(AssertionError):
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one launch, by array name: `read` distinct bytes of inputs, `lines` bytes of the distinct 128-byte lines they
-    lie in, `loaded` and `stored` bytes by all threads, repeats counted. `barriers` and `simd_ops` count one for each
-    threadgroup and simdgroup."""
+    """Of one launch, by array name: `read` distinct bytes of inputs, `loaded` and `stored` bytes by all threads, with
+    repeats."""
 
     read: dict[str, int]
-    lines: dict[str, int]
     loaded: dict[str, int]
     stored: dict[str, int]
-    barriers: int
-    simd_ops: int
     threadgroups: int
 
 
@@ -261,7 +257,7 @@ def _run(
 ) -> Statistics:
     arrays, names = inputs + outputs, [*kernel.inputs, *kernel.outputs]
     count = len(arrays)
-    numbers = (ctypes.c_uint64 * (2 + 4 * count))()
+    numbers = (ctypes.c_uint64 * (3 * count))()
     sizes = ctypes.c_uint32 * 3
     error = _runtime().shim_launch(
         entry,
@@ -277,9 +273,9 @@ def _run(
     )
     if error is not None:
         raise ShimError(f"{kernel.name}: {error.decode()}")
-    read, lines, loaded, stored = (dict(zip(names, numbers[2 + i :: 4], strict=True)) for i in range(4))
+    read, loaded, stored = (dict(zip(names, numbers[i::3], strict=True)) for i in range(3))
     groups = int(np.prod([-(-g // min(t, g)) for g, t in zip(grid, threadgroup, strict=True)]))
-    return Statistics(read, lines, loaded, stored, numbers[1], numbers[0], groups)
+    return Statistics(read, loaded, stored, groups)
 
 
 def _guarded(array: np.ndarray) -> np.ndarray:
