@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from eps_core.backend.gpu import covers_codes
@@ -20,7 +21,7 @@ from eps_core.cpu import host
 from eps_core.cpu.host import Variant
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.cache import Cache
-from eps_cuda.device import devices, empty_pool, gpu
+from eps_cuda.device import captured, devices, empty_pool, gpu
 from eps_cuda.kernels.choose import usable_kernels
 from eps_cuda.ops import OPS
 
@@ -53,8 +54,6 @@ def dense_variants(k: Tensor, v: Tensor, q: Tensor) -> dict[str, Variant]:
         "grouped matmul": grouped_matmul,
     }
     if k.device.type == "cuda":
-        from torch.nn.attention import SDPBackend
-
         for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             name = kernel.name.removesuffix("_ATTENTION").lower()
             variants[f"sdpa rows {name}"] = _sdpa_by(kernel, rows, k, v, q.shape)
@@ -63,9 +62,7 @@ def dense_variants(k: Tensor, v: Tensor, q: Tensor) -> dict[str, Variant]:
     return {name: torch.inference_mode()(variant) for name, variant in variants.items()}
 
 
-def _sdpa_by(kernel: Any, rows: Tensor, k: Tensor, v: Tensor, shape: torch.Size) -> Variant:
-    from torch.nn.attention import sdpa_kernel
-
+def _sdpa_by(kernel: SDPBackend, rows: Tensor, k: Tensor, v: Tensor, shape: torch.Size) -> Variant:
     def attend() -> Tensor:
         with sdpa_kernel(kernel):
             return scaled_dot_product_attention(rows, k, v).reshape(shape)
@@ -85,7 +82,7 @@ def _flashinfer(k: Tensor, v: Tensor, q: Tensor) -> Variant:
     """Paged decode, which splits the sequence over the GPU; planned once, as an engine does for all of its layers."""
 
     @cache
-    def plan() -> Any:
+    def planned() -> Any:
         if importlib.util.find_spec("flashinfer") is None:
             raise RuntimeError("not installed: pip install flashinfer-python")
         flashinfer = importlib.import_module("flashinfer")
@@ -109,7 +106,7 @@ def _flashinfer(k: Tensor, v: Tensor, q: Tensor) -> Variant:
         return wrapper, paged
 
     def attend() -> Tensor:
-        wrapper, paged = plan()
+        wrapper, paged = planned()
         return wrapper.run(q, paged)
 
     return attend
@@ -192,16 +189,7 @@ def capture(function: Variant) -> Variant | None:
     RuntimeError where it cannot be captured."""
     if not torch.cuda.is_available():
         return None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles, and fills the allocator
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
+    graph, result = captured(function)
 
     def replay() -> Any:
         graph.replay()
@@ -221,14 +209,13 @@ def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
     from eps_cuda.arrays import score, select
     from eps_cuda.kernels import dispatch
     from eps_cuda.kernels.attend import attend_groups
-    from eps_cuda.kernels.correction import attend_with_correction
 
     config = plan.config
     first = score(cache, 0, q, plan)
     chosen = select(first, plan)
     if chosen.uniform is None:
         return {}
-    (table, lengths), inner = dispatch.kernels.on_device(cache, plan), cache.correction
+    table, lengths = dispatch.kernels.on_device(cache, plan)
     depth = dispatch.depth_of(cache, plan)
     wanted, width = OPS.on(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
 
@@ -240,30 +227,21 @@ def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
 
     listed = choose()
 
-    def attend(groups: Tensor = listed[0], counts: Tensor = listed[1]) -> tuple[Tensor, Tensor]:
-        return attend_groups(
-            q, cache.k[0], cache.v[0], table, lengths, groups, counts, group_size=config.cache_config.S
-        )
+    def attend() -> tuple[Tensor, Tensor]:
+        return attend_groups(q, cache.k[0], cache.v[0], table, lengths, *listed[:2], group_size=config.cache_config.S)
 
-    def with_correction(
+    def attend_chosen(
         estimate: Tensor = first.estimate, chosen: tuple[Tensor, Tensor, Tensor] = listed
     ) -> tuple[Tensor, Tensor]:
-        assert inner is not None
-        groups, counts, selected_mask = chosen
-        return attend_with_correction(
-            q, cache.k[0], cache.v[0], table, lengths, groups, counts, estimate, selected_mask,
-            inner.summaries[0]["mean"], inner.summaries[0]["mean_scale"], inner.valid[0],
-            group_size=config.cache_config.S, correction_tokens=config.cache_config.correction_tokens,
-        )  # fmt: skip
+        return dispatch.attend_chosen(cache, 0, q, table, lengths, estimate, chosen)
 
     def step() -> tuple[Tensor, Tensor]:
         estimate = estimates()
-        chosen = choose(estimate)
-        return attend(*chosen[:2]) if inner is None else with_correction(estimate, chosen)
+        return attend_chosen(estimate, choose(estimate))
 
     parts: dict[str, Variant] = {"select": choose, "attend": attend}
-    if inner is not None:
-        parts["attend_with_correction"] = with_correction
+    if cache.correction is not None:
+        parts["attend_with_correction"] = attend_chosen
     if covers_codes(cache):
         parts = {"score": estimates, **parts, "step": step}
     return {name: torch.inference_mode()(part) for name, part in parts.items()}

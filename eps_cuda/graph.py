@@ -2,8 +2,8 @@
 kept. On CUDA it is captured once per (batch, table width, configuration) as a CUDA graph and replayed; elsewhere it
 runs as it is.
 
-What changes from step to step goes through `Buffers`, one small copy each. The step is idempotent (it writes the same
-rows again), so the warm-up that a capture needs leaves the cache as one step would.
+What changes from step to step goes through `StaticStep.buffers`, all in one copy. The step is idempotent (it writes the
+same rows again), so the warm-up that a capture needs leaves the cache as one step would.
 
 A draft is a sparse step that places K and V and says what it selected; on the host its groups are void, not planned.
 """
@@ -11,6 +11,7 @@ A draft is a sparse step that places K and V and says what it selected; on the h
 import math
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,30 +26,13 @@ from eps_core.decode.layers import run_layers
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.arrays import check_finite, invalidate
 from eps_cuda.cache import Cache, span
+from eps_cuda.device import captured
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
-from eps_cuda.kernels.correction import attend_with_correction
 from eps_cuda.kernels.select import Depth, num_chunks, skipped_shares
 
 BUCKET_TOKENS = 4096  # tables are padded to whole multiples, so that a graph serves this many steps
 MAX_GRAPHS = 8  # of one cache, by model, batch, table width and what is read; the oldest goes first
-WARM_UP_STEPS = 3
-VISITED = ("groups", "counts", "selected_mask")  # of a Selection
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Inputs of a step besides weights and cache. B sequences, M units of the padded table."""
-
-    tokens: Tensor  # [B] int32
-    slots: Tensor  # [B] int32
-    lengths: Tensor  # [B] int32
-    wanted: Tensor  # [B] int32 groups that each kv head selects
-    cascaded: Tensor  # [parts - 1, B] int32 groups of whose codes each further part is read
-    rescored: Tensor  # [B] int32 groups whose rescoring bit is read
-    table: Tensor  # [B, M] int32
-    cos: Tensor  # [B, 1, D] float32
-    sin: Tensor
 
 
 @dataclass
@@ -64,8 +48,7 @@ def covers(cache: Cache, plan: StepPlan) -> bool:
     they are."""
     selection_config = plan.config.selection_config
     return (
-        cache.kernels == "triton"
-        and not cache.spec.quantised
+        not cache.spec.quantised
         and selection_config.policy == "topk"
         and selection_config.scope == "kv-head"
         and not cache.cache_config.has_bounds
@@ -74,11 +57,6 @@ def covers(cache: Cache, plan: StepPlan) -> bool:
         and not plan.reads_all(0)
         and covers_codes(cache)
     )
-
-
-def covers_dense(cache: Cache) -> bool:
-    """Return whether such a dense step exists: wherever one kernel writes what a step adds."""
-    return cache.kernels == "triton" and dispatch.covers_writing(cache)
 
 
 class StaticStep:
@@ -93,11 +71,8 @@ class StaticStep:
         # neither is held: the cache holds its steps, and a ring of the two would outlive both
         self.owner = weakref.ref(model)
         if config is not None:
-            selection_config, size, most_tokens = (
-                config.selection_config,
-                config.cache_config.S,
-                num_units * config.cache_config.unit_tokens,
-            )
+            selection_config, size = config.selection_config, config.cache_config.S
+            most_tokens = num_units * config.cache_config.unit_tokens
             selectable = (
                 -(-selection_config.num_sink_tokens // size)
                 - (-selection_config.num_recent_tokens // size)
@@ -112,23 +87,27 @@ class StaticStep:
 
         head_dim = cache.spec.head_dim
         shapes: dict[str, tuple[int, ...]] = {
-            "tokens": (batch,), "slots": (batch,), "lengths": (batch,), "wanted": (batch,),
-            "cascaded": (0 if config is None else len(self.most_cascaded), batch), "rescored": (batch,),
-            "table": (batch, num_units), "cos": (batch, 1, head_dim), "sin": (batch, 1, head_dim),
-        }  # fmt: skip
+            "tokens": (batch,),
+            "slots": (batch,),
+            "lengths": (batch,),
+            "wanted": (batch,),  # groups that each kv head selects
+            # groups of whose codes each further part is read
+            "cascaded": (0 if config is None else len(self.most_cascaded), batch),
+            "rescored": (batch,),  # groups whose rescoring bit is read
+            "table": (batch, num_units),
+            "cos": (batch, 1, head_dim),  # float32, as sin; all others are int32
+            "sin": (batch, 1, head_dim),
+        }
         sizes = [math.prod(shape) for shape in shapes.values()]
         # one copy brings all of them: each costs the host more than its bytes
         self.inputs = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.on_host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device == "cuda")
         views: list[dict[str, Tensor]] = []
         for flat in (self.inputs, self.on_host):
-            named = zip(shapes.items(), flat.split(sizes), strict=True)
-            floats = ("cos", "sin")
-            views.append({
-                name: (part.view(torch.float32) if name in floats else part).view(shape)
-                for (name, shape), part in named
-            })  # fmt: skip
-        self.buffers = Buffers(**views[0])
+            parts = zip(shapes, flat.split(sizes), strict=True)
+            typed = {name: part.view(torch.float32) if name in ("cos", "sin") else part for name, part in parts}
+            views.append({name: part.view(shapes[name]) for name, part in typed.items()})
+        self.buffers = SimpleNamespace(**views[0])
         self.places = {name: view.numpy() for name, view in views[1].items()}
         if config is not None:
             cascaded = tuple(zip(self.buffers.cascaded, self.most_cascaded, strict=True))
@@ -153,16 +132,7 @@ class StaticStep:
         if cache.device != "cuda":
             return self.compute(model, cache)
         if self.graph is None:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP_STEPS):
-                    self.compute(model, cache)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.outputs = self.compute(model, cache)
-            self.graph = graph  # only now: a capture that failed must not be replayed
+            self.graph, self.outputs = captured(lambda: self.compute(model, cache))
         # a replay has no ranges of its own: those of its layers are passed while it is captured
         with span("eps.step", cache):
             self.graph.replay()
@@ -182,15 +152,10 @@ class StaticStep:
             masses = at.cos.new_empty((spec.num_layers, batch, spec.num_kv_heads, chunks, 3))
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if self.finite is None:
-                dispatch.write(cache, layer, k, v, at.slots)
-            else:
-                dispatch.place(cache, layer, k, v, at.slots, self.finite)
+            dispatch.write(cache, layer, k, v, at.slots, self.finite)
             if config is None or masses is None:
-                out, _ = attend_groups(
-                    q, *cache.plain(layer), at.table, at.lengths, None, None, group_size=cache.cache_config.S
-                )
-                return out
+                pools = cache.plain(layer)
+                return attend_groups(q, *pools, at.table, at.lengths, None, None, group_size=cache.cache_config.S)[0]
             out, selection = attend_static(
                 config, cache, layer, q, at.table, at.lengths, at.wanted, self.depth, self.width, masses[layer]
             )
@@ -200,9 +165,8 @@ class StaticStep:
         x = run_layers(model, model.embedded(at.tokens), [(at.cos, at.sin)], attention)
         selected = None
         if self.finite is not None:
-            groups, counts, selected_mask = (
-                torch.stack([getattr(one, name) for one in selections]) for name in VISITED
-            )
+            listed = zip(*((one.groups, one.counts, one.selected_mask) for one in selections), strict=True)
+            groups, counts, selected_mask = (torch.stack(part) for part in listed)
             selected = groups, counts, selected_mask.bool()
         finite = torch.stack(cache.finite).all().float()
         results = [finite, model.logits(x), *([] if masses is None else [skipped_shares(masses)])]
@@ -210,33 +174,17 @@ class StaticStep:
 
 
 def attend_static(
-    config: EpsConfig,
-    cache: Cache,
-    layer: int,
-    q: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    wanted: Tensor,
-    depth: Depth,
-    width: int,
-    masses: Tensor,
-) -> tuple[Tensor, Selection]:
+    config: EpsConfig, cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, wanted: Tensor,
+    depth: Depth, width: int, masses: Tensor,
+) -> tuple[Tensor, Selection]:  # fmt: skip
     """Return (out [B, Hq, D], what was selected) of one layer's sparse attention: score, select and attend, from device
     arrays alone. Fills `masses` (see `select_topk`)."""
-    inner = cache.correction
     with span("eps.prepass", cache):
         estimate = dispatch.estimates(cache, layer, q, table, lengths, depth, config.selection_config)
-        groups, counts, selected_mask = dispatch.kernels.choose(config, estimate, wanted, lengths, width, masses=masses)
+        chosen = dispatch.kernels.choose(config, estimate, wanted, lengths, width, masses=masses)
     with span("eps.attention", cache):
-        read = q, *cache.plain(layer), table, lengths, groups, counts
-        if inner is None:
-            out, _ = attend_groups(*read, group_size=cache.cache_config.S)
-        else:
-            out, _ = attend_with_correction(
-                *read, estimate, selected_mask,
-                inner.summaries[layer]["mean"], inner.summaries[layer]["mean_scale"], inner.valid[layer],
-                group_size=cache.cache_config.S, correction_tokens=cache.cache_config.correction_tokens,
-            )  # fmt: skip
+        out, _ = dispatch.attend_chosen(cache, layer, q, table, lengths, estimate, chosen)
+    groups, counts, selected_mask = chosen
     return out, Selection(groups, counts, None, np.zeros(0, np.int64), selected_mask=selected_mask)
 
 
@@ -285,7 +233,7 @@ def dense_step(
     model: Any, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan
 ) -> tuple[Cache, StepOutput] | None:
     """`Decoder.step`, dense, with one wait at its end; None, and nothing done, where kernels do not cover it."""
-    if not covers_dense(cache):
+    if dispatch.unsupported_writing(cache) is not None:
         return None
     static = _static(model, cache, plan, sparse=False)
     outputs = _start(static, model, cache, tokens, slots, plan)

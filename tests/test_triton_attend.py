@@ -1,7 +1,9 @@
 """What is Triton's own in its attention kernels: splits, strides, the merge with a correction, and what the compilers
 make of them. Values are tested with all kernels, in test_kernel_attention.py."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from conftest import bound
 from kernel_scenes import Case, Filled, check_state, query, selection_of
 from test_conformance import Case as CacheCase
 from test_conformance import FilledCase, eps
-from triton_aot import TARGETS, Job, compile_ahead
+from triton_aot import TARGETS, Job, compile_ahead, job
 from triton_interpreter import DEVICE
 
 import eps_cuda
@@ -18,6 +20,7 @@ from eps_core import reference
 from eps_core.attention.protocol import Scores
 from eps_cuda.kernels import attend as attend_module
 from eps_cuda.kernels import correction as tail_module
+from eps_cuda.kernels.dispatch import correction_pools
 
 TRITON = bound("cuda", "triton")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -97,7 +100,7 @@ def test_one_kernel_merges_the_correction(share, largest):
     scores = TRITON.score(one.cache, 0, one.native, one.plan)
     estimate = scores.estimate if largest is None else torch.where(scores.estimate.isfinite(), largest, scores.estimate)
     listed = (np.random.default_rng(2).random(tuple(estimate.shape)) < share) & one.plan.inside[:, None]
-    selection, inner = selection_of(one.native, listed), one.cache.correction
+    selection = selection_of(one.native, listed)
     state = TRITON.attend(one.cache, 0, one.native, one.plan, selection)
     scores = Scores(estimate, None, None, scores.num_missing, kernels="triton")
     want = eps_cuda.merge(state, TRITON.attend_correction(one.cache, 0, one.plan, scores, selection, state[1]))
@@ -105,8 +108,8 @@ def test_one_kernel_merges_the_correction(share, largest):
     arguments = (one.native, one.cache.k[0], one.cache.v[0], table, lengths, selection.groups, selection.counts)
     out, lse = tail_module.attend_with_correction(
         *arguments, estimate,
-        torch.from_numpy(listed.astype(np.uint8)).to(DEVICE), inner.summaries[0]["mean"],
-        inner.summaries[0]["mean_scale"], inner.valid[0], group_size=2, correction_tokens=4, num_splits=2,
+        torch.from_numpy(listed.astype(np.uint8)).to(DEVICE), correction_pools(one.cache, 0), group_size=2,
+        num_splits=2,
     )  # fmt: skip
     assert torch.isfinite(out).all()
     torch.testing.assert_close(out, want[0], rtol=1e-5, atol=1e-4)
@@ -119,18 +122,16 @@ def test_one_kernel_merges_the_correction(share, largest):
 # What compilers make of them
 
 
-def pool_types(dtype: str, bits: tuple[int, int]) -> dict[str, str]:
-    """Of K, V and their scales."""
+def pools(dtype: str, bits: tuple[int, int], unit: int, head_dim: int) -> dict[str, Any]:
+    """Arguments of `job` for K and V, of 8 kv heads: `arguments.pool_constants` with a dtype by its name."""
     codes = {16: f"*{dtype}", 8: "*i8", 4: "*u8"}
-    scales = {name: "*fp16" for name, one in zip(("k_scale", "v_scale"), bits, strict=True) if one != 16}
-    return {"k": codes[bits[0]], "v": codes[bits[1]], **scales}
-
-
-def pool_constants(dtype: str, bits: tuple[int, int], unit: int, head_dim: int) -> dict[str, int | str]:
-    """Of pools of 8 kv heads: `arguments.pool_constants` with a dtype by its name."""
     row = head_dim if bits == (16, 16) else 1
     strides = {"UNIT_STRIDE": 8 * unit * row, "HEAD_STRIDE": unit * row, "TOKEN_STRIDE": row}
-    return {**strides, "K_BITS": bits[0], "V_BITS": bits[1], "VALUES": dtype}
+    return {
+        "constants": {**strides, "K_BITS": bits[0], "V_BITS": bits[1], "VALUES": dtype},
+        "types": {"k": codes[bits[0]], "v": codes[bits[1]], "scale": "fp32"},
+        "absent": [name for name, one in zip(("k_scale", "v_scale"), bits, strict=True) if one == 16],
+    }
 
 
 def split_job(
@@ -138,61 +139,64 @@ def split_job(
     bits: tuple[int, int] = (16, 16),
 ) -> Job:  # fmt: skip
     chosen = attend_module.plan(8, 4096, head_dim, DTYPES[dtype], 132, None, codes=bits != (16, 16))
-    lists = {"groups": "*i32", "counts": "*i32"} if sparse else {}
-    types = {
-        "q": f"*{q_dtype}", **pool_types(dtype, bits), "table": "*i32", "lengths": "*i32", **lists,
-        "part_out": "*fp32", "part_lse": "*fp32", "scale": "fp32", "list_width": "i32", "table_width": "i32",
-    }  # fmt: skip
-    constants = {
+    held = pools(dtype, bits, max(64, size), head_dim)
+    constants = held["constants"] | {
         "HKV": 8, "R": repeat, "D": head_dim, "U": max(64, size), "S": size, "SPARSE": sparse,
         "WIDE_Q": dtype != "fp32" and dtype != q_dtype, **attend_module.padding(repeat, head_dim),
-        "BLOCK_N": chosen.block_tokens, **pool_constants(dtype, bits, max(64, size), head_dim),
+        "BLOCK_N": chosen.block_tokens,
     }  # fmt: skip
+    types = held["types"] | {"q": f"*{q_dtype}", "groups": "*i32"}
+    absent = held["absent"] + ([] if sparse else ["groups", "counts"])
     options = {"num_warps": chosen.num_warps, "num_stages": attend_module.STAGES[vendor]}
-    return Job("eps_cuda.kernels.attend", "attend_split_kernel", types, constants, options)
+    return job(attend_module.attend_split_kernel, constants, types, absent, **options)
 
 
 def merge_job(head_dim: int) -> Job:
-    types = {"part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16", "lse": "*fp32", "num_splits": "i32"}
     block = {"BLOCK_S": attend_module.MERGE_SPLITS, "BLOCK_D": attend_module.merge_channels(head_dim)}
-    return Job("eps_cuda.kernels.attend", "merge_kernel", types, {"D": head_dim, **block})
+    return job(attend_module.merge_kernel, {"D": head_dim, **block}, {"out": "*bf16"})
 
 
 def tail_jobs(head_dim: int, per_correction: int) -> list[Job]:
     pad, block = tail_module.correction_blocks(per_correction)
-    inputs = {
-        "estimate": "*fp32",
-        "selected_mask": "*u8",
-        "mean": "*i8",
-        "mean_scale": "*fp16",
-        "correction_valid": "*u8",
-    }
-    parts = {"part_out": "*fp32", "part_lse": "*fp32", "part_seen": "*fp32"}
-    split = Job(
-        "eps_cuda.kernels.correction",
-        "correction_split_kernel",
-        inputs | parts | {"table": "*i32", "lengths": "*i32", "num_corrections": "i32", "table_width": "i32"},
-        {
-            "HKV": 8, "D": head_dim, "TAIL": 64, "PER_UNIT": 1, "PER_CORRECTION": per_correction,
-            "GROUPS_PAD": pad, "D_PAD": max(16, 1 << (head_dim - 1).bit_length()), "BLOCK_T": block,
-        },
-    )  # fmt: skip
-    merged = {"part_tail": "*fp32", "part_tail_lse": "*fp32", "part_seen": "*fp32", "lse": "*fp32"}
-    splits = {"num_splits": "i32", "num_correction_splits": "i32"}
+    sizes = {
+        "HKV": 8, "D": head_dim, "TAIL": 64, "PER_UNIT": 1, "PER_CORRECTION": per_correction,
+        "GROUPS_PAD": pad, "D_PAD": max(16, 1 << (head_dim - 1).bit_length()), "BLOCK_T": block,
+    }  # fmt: skip
     fixed = {
         "R": 4, "D": head_dim, "BLOCK_S": attend_module.MERGE_SPLITS, "BLOCK_D": attend_module.merge_channels(head_dim)
     }  # fmt: skip
-    both = {"part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16"}
-    alone = {"out": "*fp32", "correction_lse": "*fp32"}
+    finish = tail_module.finish_kernel
     return [
-        split,
-        Job("eps_cuda.kernels.correction", "finish_kernel", merged | splits | both, {**fixed, "ALONE": False}),
-        Job("eps_cuda.kernels.correction", "finish_kernel", merged | splits | alone, {**fixed, "ALONE": True}),
+        job(tail_module.correction_split_kernel, sizes, {"mean": "*i8"}),
+        job(finish, {**fixed, "ALONE": False}, {"out": "*bf16"}, ["correction_lse"]),
+        job(finish, {**fixed, "ALONE": True}, {"out": "*fp32"}, ["part_out", "part_lse"]),
     ]
 
 
+def check_compiled(splits_for: Callable[[str], list[Job]], others: list[Job], most_spilled: int) -> None:
+    """Of kernels for each vendor: what is spilled, and of those that read K and V also that 16-bit ones come by 16-byte
+    copies into shared memory, and go through the tensor cores."""
+    # the smallest of all: consumer GPUs that run sm_80's code have 99 KiB
+    for vendor, most_bytes, product in (("cuda", 96 * 1024, "mma"), ("hip", 64 * 1024, "mfma")):
+        splits = splits_for(vendor)
+        jobs = [*splits, *others]
+        targets = tuple(target for target in TARGETS if target[0] == vendor)
+        for one, results in zip(jobs, compile_ahead(jobs, targets), strict=True):
+            for made in results:
+                what = f"{one.kernel} {one.constants} for {made}"
+                print(what)
+                assert made.spilled_bytes <= most_spilled and made.shared_bytes <= most_bytes, what
+                if one not in splits:
+                    continue
+                if vendor == "cuda":
+                    narrow = made.text.count("cp.async.ca")  # codes of small blocks are dealt in smaller runs
+                    if (one.constants["K_BITS"], one.constants["V_BITS"]) == (16, 16):
+                        assert "cp.async.cg.shared.global" in made.text and not narrow, f"{what}: not in runs of 16 B"
+                    assert "cp.async.c" in made.text, f"{what}: nothing runs ahead"
+                assert product in made.text or one.constants["VALUES"] == "fp32", what
+
+
 def test_compiles_for_gpus_that_need_not_be_here():
-    """Without spills; a decode of 16-bit K and V with 16-byte copies into shared memory, through the tensor cores."""
     shapes = [
         ("bf16", 128, 4, 2, True, "fp32"), ("bf16", 80, 16, 2, True, "bf16"), ("fp16", 256, 4, 16, True, "fp16"),
         ("bf16", 128, 4, 16, False, "bf16"), ("fp32", 128, 4, 2, True, "fp32"),
@@ -200,22 +204,5 @@ def test_compiles_for_gpus_that_need_not_be_here():
         ("fp16", 64, 8, 2, True, "fp32", (8, 4)), ("bf16", 128, 4, 2, True, "bf16", (16, 8)),
         ("fp32", 128, 4, 2, True, "fp32", (4, 8)),
     ]  # fmt: skip
-    for vendor in ("cuda", "hip"):
-        splits = [split_job(vendor, *shape) for shape in shapes]
-        jobs = [*splits, merge_job(80), *tail_jobs(128, 32)]
-        targets = tuple(target for target in TARGETS if target[0] == vendor)
-        # the smallest of all: consumer GPUs that run sm_80's code have 99 KiB
-        most_bytes = (96 if vendor == "cuda" else 64) * 1024
-        for job, results in zip(jobs, compile_ahead(jobs, targets), strict=True):
-            for one in results:
-                what = f"{job.kernel} {job.constants} for {one.target}"
-                print(f"{what}: {one.registers} registers, {one.spilled_bytes} B spilled, {one.shared_bytes} B shared")
-                assert one.spilled_bytes == 0 and one.shared_bytes <= most_bytes, what
-                if job not in splits:
-                    continue
-                if vendor == "cuda":
-                    narrow = one.text.count("cp.async.ca")  # codes of small blocks are dealt in smaller runs
-                    if (job.constants["K_BITS"], job.constants["V_BITS"]) == (16, 16):
-                        assert "cp.async.cg.shared.global" in one.text and not narrow, f"{what}: not in runs of 16 B"
-                    assert "cp.async.c" in one.text, f"{what}: nothing runs ahead"
-                assert ("mma" if vendor == "cuda" else "mfma") in one.text or job.constants["VALUES"] == "fp32", what
+    others = [merge_job(80), *tail_jobs(128, 32)]
+    check_compiled(lambda vendor: [split_job(vendor, *shape) for shape in shapes], others, 0)

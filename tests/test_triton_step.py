@@ -104,6 +104,16 @@ def same(got, want) -> None:
         assert one.skipped_mass_mean == pytest.approx(other.skipped_mass_mean, abs=1e-4)
 
 
+def same_groups(cache, plain) -> None:
+    """The host's state of both is alike, and the device's of the first is what its host says."""
+    pairs = [(cache, plain)] if cache.correction is None else [(cache, plain), (cache.correction, plain.correction)]
+    for mine, other in pairs:
+        for layer, state in enumerate(mine.state):
+            assert (state.fill == other.state[layer].fill).all()
+            valid = state.valid(np.arange(len(state.fill)))
+            assert (mine.valid[layer].cpu().numpy().astype(bool) == valid).all()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_says_what_array_operations_say(model, reference, name) -> None:
     records, cache, _ = decode(model, "triton", CONFIGS[name])
@@ -174,15 +184,11 @@ def test_drafts_are_static_steps_that_leave_no_summary(model, name) -> None:
     assert cache.bytes_k_reread == plain.bytes_k_reread
     for layer in range(cache.spec.num_layers):
         assert torch.allclose(cache.k[layer], plain.k[layer], atol=1e-5)
-        corrections = () if cache.correction is None else ((cache.correction, plain.correction),)
-        for mine, other in ((cache, plain), *corrections):
-            assert (mine.state[layer].fill == other.state[layer].fill).all()
-            valid = mine.state[layer].valid(np.arange(len(mine.state[layer].fill)))
-            assert (mine.valid[layer].cpu().numpy().astype(bool) == valid).all()
+    same_groups(cache, plain)
     # what could not be taken back is not there: NaN in a draft's K is nobody's error
     with torch.inference_mode():
         (draft,) = (step for key, step in cache.steps.items() if key[4])
-        dispatch.place(
+        dispatch.write(
             cache, 0, *(torch.full((1, cache.spec.num_kv_heads, cache.spec.head_dim), np.nan, device=DEVICE),) * 2,
             draft.buffers.slots, draft.finite,
         )  # fmt: skip
@@ -198,25 +204,14 @@ def test_drafts_that_no_guard_covers_take_the_other_way(model) -> None:
 
 
 def test_cache_is_left_as_array_operations_leave_it(model) -> None:
-    left = []
-    for kernels in ("arrays", "triton"):
-        _, cache, _ = decode(model, kernels)
-        left.append(cache)
-    plain, static = left
+    plain, static = (decode(model, kernels)[1] for kernels in ("arrays", "triton"))
+    same_groups(static, plain)
     for layer in range(plain.spec.num_layers):
         assert torch.allclose(plain.k[layer], static.k[layer], atol=1e-5)
-        for mine, other in ((plain, static), (plain.correction, static.correction)):
-            assert (mine.state[layer].fill == other.state[layer].fill).all()
-            valid = mine.state[layer].valid(np.arange(len(mine.state[layer].fill)))
-            assert (other.valid[layer].cpu().numpy().astype(bool) == valid).all()
         # what steps finalized is what their keys make, bit for bit
         shape = (-1, static.cache_config.span_tokens)
-        made = build_summary(
-            OPS,
-            static.cache_config,
-            static.constants(layer),
-            static.k[layer].unflatten(2, shape).transpose(1, 2).float(),
-        )
+        keys = static.k[layer].unflatten(2, shape).transpose(1, 2).float()
+        made = build_summary(OPS, static.cache_config, static.constants(layer), keys)
         finalized = static.state[layer].valid(np.arange(len(static.state[layer].fill)))
         for field in ("codes", "second", "mean", "rest"):
             if field in made:
@@ -249,16 +244,6 @@ def filled_step(model, config=CONFIG):
     return lambda: step.compute(decoder.model, cache), step, cache
 
 
-@pytest.mark.parametrize("name", ["units", "query heads summed"])
-def test_asks_the_host_for_nothing(model, name) -> None:
-    compute, _, _ = filled_step(model, CONFIGS[name])
-    with Recording() as recording:
-        compute()
-    names = {name for name, _ in recording.calls}
-    assert {"aten::linear", "aten::mm", "aten::addmm"} & names, names  # the recording sees what Torch does
-    assert not names & WAITS
-
-
 @pytest.mark.parametrize(("settings", "launches"), [({"cascade": (), "rescore": 1.0}, 9), ({}, 17)])
 def test_a_layer_takes_so_many_launches(model, monkeypatch, settings, launches) -> None:
     """A write, a rounded query, means, scores, three of each choice (with one more for each further pass), and two of
@@ -272,15 +257,17 @@ def test_a_layer_takes_so_many_launches(model, monkeypatch, settings, launches) 
     assert launched.total() == launches * cache.spec.num_layers
 
 
-def test_makes_the_same_operations_whatever_is_kept(model) -> None:
-    compute, step, _ = filled_step(model)
+@pytest.mark.parametrize("name", ["units", "query heads summed"])
+def test_asks_the_host_for_nothing_and_makes_the_same_operations_whatever_is_kept(model, name) -> None:
+    compute, step, _ = filled_step(model, CONFIGS[name])
     seen, places = [], [x.data_ptr() for x in vars(step.buffers).values()]
+    parts = len(step.buffers.cascaded)
     for lengths, wanted, cascaded, rescored in (
         ([420, 317], [40, 20], [30, 40], [20, 11]), ([299, 320], [9, 150], [2, 90], [1, 2])
     ):  # fmt: skip
         step.fill(
             lengths=np.array(lengths, np.int32), wanted=np.array(wanted, np.int32),
-            cascaded=np.array([cascaded], np.int32), rescored=np.array(rescored, np.int32),
+            cascaded=np.array([cascaded] * parts, np.int32), rescored=np.array(rescored, np.int32),
         )  # fmt: skip
         with torch.inference_mode():
             step.inputs.copy_(step.on_host)
@@ -289,6 +276,9 @@ def test_makes_the_same_operations_whatever_is_kept(model) -> None:
         seen.append(recording.calls)
     assert seen[0] == seen[1]
     assert places == [x.data_ptr() for x in vars(step.buffers).values()]
+    names = {name for name, _ in recording.calls}
+    assert {"aten::linear", "aten::mm", "aten::addmm"} & names, names  # the recording sees what Torch does
+    assert not names & WAITS
 
 
 def test_a_second_run_changes_nothing(model) -> None:

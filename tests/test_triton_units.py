@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_kernel_scores import CASES, KV_HEADS, Filled, check
 from test_triton_attend import DEVICE, TRITON
-from triton_aot import TARGETS, Compiled, Job, compile_ahead
+from triton_aot import TARGETS, Compiled, compile_ahead, job
 
 from eps_core.backend.summaries.rq import rotate, rounded_query
 from eps_core.config.selection import ANCHOR_SPREAD
@@ -43,9 +43,10 @@ def test_a_program_takes_many_units(name, monkeypatch) -> None:
 
 
 def test_queries_are_rounded_as_everywhere() -> None:
-    """Bit for bit what the array operations make, also where a quotient lies in the middle between two integers."""
+    """Bit for bit what the array operations make, also where a quotient lies in the middle between two integers; of
+    whole words the integers' planes, too."""
     rng = np.random.default_rng(0)
-    for head_dim in (1, 16, 33, 64, 96, 128, 256):
+    for head_dim in (1, 16, 32, 33, 64, 96, 128, 256):
         signs = rq_signs(0, head_dim)
         q = rng.normal(size=(2, 6, head_dim)).astype(np.float32) * np.float32(10.0) ** rng.integers(-9, 9, (2, 6, 1))
         q[0, 0], q[1, 5, -1] = 0, 1e38
@@ -54,7 +55,7 @@ def test_queries_are_rounded_as_everywhere() -> None:
             turned[..., 0] = QUERY_STEPS
             q = (turned @ rotate64(np.eye(turned.shape[-1]), 0).T).astype(np.float32)
         q = q.astype(np.float32)
-        found = units.round_queries(put(q), put(signs), KV_HEADS)
+        found = units.round_queries(put(q), put(signs), KV_HEADS, with_planes=head_dim % 32 == 0)
         a = torch.from_numpy(q).reshape(2, KV_HEADS, 3, head_dim) * (1 / math.sqrt(head_dim))
         turned32 = rotate(OPS, a, torch.from_numpy(signs))
         integers, step = rounded_query(OPS, turned32)
@@ -63,26 +64,16 @@ def test_queries_are_rounded_as_everywhere() -> None:
         assert torch.equal(found.integers.cpu().float(), integers)
         if head_dim == 64:
             assert ((turned32 / step).abs() % 1 == 0.5).float().mean() > 0.9
+        if head_dim % 32 == 0:
+            words = found.planes.cpu().numpy().view(np.uint32)  # [B, Hkv, R, planes, words]
+            ones = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+            weights = np.array([1, 2, 4, 8, 16, -32])
+            of_planes = (ones.reshape(*words.shape[:4], head_dim) * weights[:, None]).sum(axis=3)
+            assert (of_planes == integers.numpy()).all()
+            assert (of_planes.sum(-1) == found.sums.cpu().numpy()).all()
 
 
 # What compilers make of them
-
-POINTERS = {
-    "q": "*bf16", "signs": "*fp32", "turned": "*fp32", "integers": "*fp16", "steps": "*fp32", "k_pool": "*bf16",
-    "mean": "*u8", "mean_scale": "*fp16", "codes": "*u8", "more": "*u8", "rest": "*u8", "second": "*u8",
-    "scale": "*u8", "valid": "*u8", "table": "*i32", "lengths": "*i32", "bases": "*fp32", "estimate": "*fp32",
-    "left": "*fp32", "listed_groups": "*i32", "through": "*i32", "named": "*i32", "counts": "*i32",
-    "anchors": "*fp32", "inverse_root": "fp32", "planes": "*i32", "sums": "*fp32",
-}  # fmt: skip
-
-
-def job(name: str, constants: dict, absent: tuple[str, ...] = (), **options: int | bool) -> Job:
-    """A kernel with its constexpr values and without some of its arrays."""
-    module = bits if hasattr(bits, name) else units
-    constants = {"OVERLAP": False} | constants
-    arguments = [one for one in getattr(module, name).arg_names if one not in constants and one not in absent]
-    kinds = {one: POINTERS.get(one, "i32") for one in arguments}
-    return Job(module.__name__, name, kinds, constants, options)
 
 
 def shape(head_dim: int, dims: tuple[int, int, int], groups: int) -> dict:
@@ -106,28 +97,38 @@ MEANS = {
     "R": 4, "D": 128, "RP": 4, "DP": 128, **score_kernels.code_shape(128, 4), "SUBNORMAL": True, "SPU": 1, "SPAN": 64,
     "LOG_S": math.log(2), "BLOCK": 256,
 }  # fmt: skip
+HELD = {"scale": "*u8", "mean": "*u8"}
+ON_ITS_OWN = "more", "second", "through", "named"
 JOBS = {
     "queries": job(
-        "_round_queries",
+        units._round_queries,
         {"R": 4, "HEAD_DIM": 128, "DIM2": 128, "LOG_DIM": 7, "STEPS": QUERY_STEPS, "SPREAD": ANCHOR_SPREAD,
          "PLANES": bits.PLANES},
-        num_warps=1, enable_fp_fusion=False,
+        {"q": "*bf16", "k_pool": "*bf16"}, num_warps=1, enable_fp_fusion=False,
     ),
-    "means": job("_score_means", MEANS, ("anchors",)),
-    "first of halves": job("_score_units", first_of(HALVES), ("second",), num_warps=1),
-    "first of quarters": job("_score_units", first_of(QUARTERS), ("second",), num_warps=1),
-    "whole codes": job("_score_units", first_of(WHOLE), ("second",), num_warps=1),
-    "whole codes and rescoring bits": job("_score_units", first_of(WHOLE) | {"SUM": True}, num_warps=1),
-    "rescoring bits of whole codes": job(
-        "_read_on", WHOLE | {"SUM": True}, ("more", "rest", "left", "through", "named"), num_warps=1,
-    ),
-    "rest": job("_read_on", HALVES, ("more", "second", "through", "named"), num_warps=1),
-    "quarters' rest": job("_read_on", QUARTERS, ("second",), num_warps=1),
-    "rescoring bits": job("_read_on", HALVES, ("more", "left", "named"), num_warps=1),
-    "summed means": job("_score_means", MEANS),
-    "summed first of halves": job("_score_units", first_of(HALVES) | {"SUM": True}, ("second",), num_warps=1),
-    "summed rest": job("_read_on", HALVES | {"SUM": True}, ("more", "second", "through", "named"), num_warps=1),
-    "summed rescoring bits": job("_read_on", HALVES | {"SUM": True}, ("more", "left", "named"), num_warps=1),
+    "means": job(units._score_means, MEANS, HELD, ["anchors"]),
+    "summed means": job(units._score_means, MEANS, HELD),
+    **{
+        name: job(units._score_units, constants, HELD, absent, num_warps=1)
+        for name, constants, absent in (
+            ("first of halves", first_of(HALVES), ["second"]),
+            ("first of quarters", first_of(QUARTERS), ["second"]),
+            ("whole codes", first_of(WHOLE), ["second"]),
+            ("whole codes and rescoring bits", first_of(WHOLE) | {"SUM": True}, []),
+            ("summed first of halves", first_of(HALVES) | {"SUM": True}, ["second"]),
+        )
+    },
+    **{
+        name: job(units._read_on, constants, HELD, absent, num_warps=1)
+        for name, constants, absent in (
+            ("rescoring bits of whole codes", WHOLE | {"SUM": True}, ["more", "rest", "left", "through", "named"]),
+            ("rest", HALVES, ON_ITS_OWN),
+            ("quarters' rest", QUARTERS, ["second"]),
+            ("rescoring bits", HALVES, ["more", "left", "named"]),
+            ("summed rest", HALVES | {"SUM": True}, ON_ITS_OWN),
+            ("summed rescoring bits", HALVES | {"SUM": True}, ["more", "left", "named"]),
+        )
+    },
 }  # fmt: skip
 
 
@@ -138,8 +139,7 @@ WIDE = {"codes": "*i64", "second": "*i32", "scale": "*i64"}  # as products of bi
 
 
 def check_compiled(name: str, made: Compiled) -> None:
-    print(f"{name:>18} {made.target:>12} {made.registers:4} registers {made.spilled_bytes:5} B spilled "
-          f"{made.shared_bytes:6} B shared")  # fmt: skip
+    print(name, made)
     assert made.spilled_bytes == 0, (name, made.target)
     if name != "queries":  # the tensor cores of each
         assert any(word in made.text for word in ("wgmma", "mma.sync", "v_mfma")), name
@@ -175,32 +175,12 @@ def test_products_of_bits_compile_for_nvidia(repeat: int, head_dim: int, product
     """Every lane holds one element of what products take, as their assembly expects: with more, a product would be
     compiled several times."""
     constants = BITS | {"R": repeat, "WORDS": head_dim // 32}
-    plain, early = (
-        compile_ahead([replace(one, types=one.types | WIDE)], targets)[0]
-        for one, targets in (
-            (job("_score_bits", constants, num_warps=1), TARGETS[:2]),
-            (job("_score_bits", constants | {"OVERLAP": True}, num_warps=1), TARGETS[1:2]),
-        )
-    )
+    plain = compile_ahead([job(bits._score_bits, constants, WIDE, num_warps=1)], TARGETS[:2])[0]
+    early = compile_ahead([job(bits._score_bits, constants | {"OVERLAP": True}, WIDE, num_warps=1)], TARGETS[1:2])[0]
     for made in plain + early:
         assert made.spilled_bytes == 0 and made.shared_bytes == 0
         assert made.text.count("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc") == products
     assert "griddepcontrol.wait" in early[0].text and "griddepcontrol" not in plain[1].text
-
-
-def test_planes_are_the_integers() -> None:
-    rng = np.random.default_rng(1)
-    for head_dim in (32, 64, 96, 128, 256):
-        q = rng.normal(size=(2, 6, head_dim)).astype(np.float32)
-        q[0, 1] = 0
-        found = units.round_queries(put(q), put(rq_signs(0, head_dim)), KV_HEADS, with_planes=True)
-        assert found.planes is not None and found.sums is not None
-        words = found.planes.cpu().numpy().view(np.uint32)  # [B, Hkv, R, planes, words]
-        ones = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
-        weights = np.array([1, 2, 4, 8, 16, -32])
-        integers = (ones.reshape(*words.shape[:4], head_dim) * weights[:, None]).sum(axis=3)
-        assert (integers == found.integers.cpu().float().numpy()).all()
-        assert (integers.sum(-1) == found.sums.cpu().numpy()).all()
 
 
 def test_kernels_that_overlap_wait_first() -> None:

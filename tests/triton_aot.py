@@ -10,7 +10,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,41 @@ from typing import Any
 TARGETS = (("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64))
 
 
+# arguments that have one type in every kernel; what is not here is an i32
+ARGUMENTS = {
+    "*i32": "table lengths slots starts counts listed_groups through named planes wanted out_groups out_counts "
+    "counters state candidate_groups chunk_counts",
+    "*fp32": "estimate lse correction_lse part_out part_lse part_seen part_tail part_tail_lse part_selected scales "
+    "candidates masses signs turned steps bases left anchors sums",
+    "*u8": "valid correction_valid selected_mask finite codes more rest second second_scale unit_mean",
+    "*fp16": "k_scale v_scale mean_scale unit_mean_scale integers",
+    "fp32": "inverse_root",
+}
+TYPES = {name: kind for kind, names in ARGUMENTS.items() for name in names.split()}
+
+
 @dataclass(frozen=True)
 class Job:
     """One kernel with the types of its run-time arguments ("*bf16", "i32", ..) and the values of its constexpr ones, a
-    dtype by its name ("bf16");
-    an argument in neither is a pointer that is None. `divisible`: names of arguments that 16 divides (default: the
-    pointers, as of whole tensors). `options`: num_warps and the like."""
+    dtype by its name ("bf16"); an argument in neither is a pointer that is None. `options`: num_warps and the like."""
 
     module: str
     kernel: str
     types: dict[str, str]
     constants: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
-    divisible: tuple[str, ...] | None = None
+    options: dict[str, Any]
+
+
+def job(
+    kernel: Any, constants: dict[str, Any], types: dict[str, str] | None = None, absent: Iterable[str] = (),
+    **options: int | bool,
+) -> Job:  # fmt: skip
+    """A launch of a kernel without some of its arrays. `types`: of arguments that differ by kernel."""
+    if "OVERLAP" in kernel.arg_names:
+        constants = {"OVERLAP": False, **constants}
+    known = TYPES | (types or {})
+    found = {one: known.get(one, "i32") for one in kernel.arg_names if one not in constants and one not in absent}
+    return Job(kernel.fn.__module__, kernel.fn.__name__, found, constants, options)
 
 
 @dataclass(frozen=True)
@@ -43,6 +66,10 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     text: str
+
+    def __str__(self) -> str:
+        usage = f"{self.registers} registers, {self.spilled_bytes} B spilled, {self.shared_bytes} B shared"
+        return f"{self.target}: {usage}"
 
 
 def compile_ahead(jobs: list[Job], targets: tuple = TARGETS, timeout_s: float = 300) -> list[list[Compiled]]:
@@ -70,9 +97,8 @@ def _compile(job: Job, backend: str, architecture: Any, warp_size: int) -> Compi
     assert not unknown, f"{job.kernel} has no argument {sorted(unknown)}"
     values = {name: tl.dtype(value) if isinstance(value, str) else value for name, value in job.constants.items()}
     constants = {name: values.get(name) for name in names if name not in job.types}
-    divisible = job.divisible
-    if divisible is None:
-        divisible = tuple(name for name, kind in job.types.items() if kind.startswith("*"))
+    # as of whole tensors
+    divisible = [name for name, kind in job.types.items() if kind.startswith("*")]
     source = ASTSource(
         kernel,
         {name: job.types.get(name, "constexpr") for name in names},
@@ -87,26 +113,14 @@ def _compile(job: Job, backend: str, architecture: Any, warp_size: int) -> Compi
             for name in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
         )
         return Compiled(f"{backend} {architecture}", registers, max(4 * spilled, scratch), made.metadata.shared, text)
-    usage = _cuda_usage(made.asm["cubin"])
-    return Compiled(
-        f"{backend} {architecture}",
-        usage["REG"],
-        usage["STACK"] + usage["LOCAL"],
-        made.metadata.shared,
-        made.asm["ptx"],
-    )
-
-
-def _cuda_usage(cubin: bytes) -> dict[str, int]:
-    """REG, STACK, LOCAL, SHARED of the one kernel in a cubin."""
-    import triton
-
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(made.asm["cubin"])
         file.flush()
         shown = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", shown.stdout)}
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", shown.stdout)}
+    spilled = usage["STACK"] + usage["LOCAL"]
+    return Compiled(f"{backend} {architecture}", usage["REG"], spilled, made.metadata.shared, made.asm["ptx"])
 
 
 if __name__ == "__main__":

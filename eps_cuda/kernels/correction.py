@@ -12,15 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from eps_core.backend.pages import Pool
-from eps_cuda.kernels.arguments import check_layout
-from eps_cuda.kernels.attend import (
-    MERGE_SPLITS,
-    State,
-    attend_splits,
-    merge_channels,
-    merge_splits,
-    processors,
-)
+from eps_cuda.kernels.arguments import CorrectionPools, check_layout
+from eps_cuda.kernels.attend import MERGE_SPLITS, State, attend_splits, merge_channels, merge_splits, processors
 
 BLOCK_ESTIMATES = 1024  # of one iteration; changes speed only
 
@@ -147,26 +140,15 @@ def finish_kernel(
 
 def attend_correction(
     estimate: Tensor, selected_mask: Tensor, lse: Tensor, mean: Tensor, mean_scale: Tensor, correction_valid: Tensor,
-    table: Tensor, lengths: Tensor, *, group_size: int, correction_tokens: int, num_splits: int | None = None,
+    table: Tensor, lengths: Tensor, *, group_size: int, correction_tokens: int,
 ) -> State:  # fmt: skip
     """(out [B, Hq, D] float32, lse [B, Hq] float32): an estimate, no bound, of attention over the groups that
     selected_mask [B, Hkv, G] uint8 or bool leaves out, to be merged with what was read: log mass lse [B, Hq] float32.
-    estimate [B, Hkv, G] float32: log masses, infinite where unknown; mean [P, Hkv, U / correction_tokens, D] int8 and
-    mean_scale [P, Hkv, U / correction_tokens] float16 of V; correction_valid [P * U / correction_tokens] uint8; table
-    [B, M] and lengths [B] int32. A correction group adds the masses of its skipped groups, with its mean, where it is
-    full and valid."""
-    parts, seen = correction_splits(
-        estimate,
-        selected_mask,
-        mean,
-        mean_scale,
-        correction_valid,
-        table,
-        lengths,
-        group_size,
-        correction_tokens,
-        num_splits,
-    )
+    estimate [B, Hkv, G] float32: log masses, infinite where unknown; mean, mean_scale and correction_valid as in
+    `CorrectionPools`; table [B, M] and lengths [B] int32. A correction group adds the masses of its skipped groups,
+    with its mean, where it is full and valid."""
+    means = CorrectionPools(mean, mean_scale, correction_valid, correction_tokens)
+    parts, seen = correction_splits(estimate, selected_mask, means, table, lengths, group_size, None)
     out = parts[0].new_empty((*lse.shape, mean.shape[3]))
     correction_lse = lse.new_empty(lse.shape)
     _finish(None, parts, seen, out, lse.contiguous(), correction_lse)
@@ -175,48 +157,38 @@ def attend_correction(
 
 def attend_with_correction(
     q: Tensor, k_pool: Pool, v_pool: Pool, table: Tensor, lengths: Tensor, groups: Tensor, counts: Tensor,
-    estimate: Tensor, selected_mask: Tensor, mean: Tensor, mean_scale: Tensor, correction_valid: Tensor, *,
-    group_size: int, correction_tokens: int, num_splits: int | None = None,
+    estimate: Tensor, selected_mask: Tensor, means: CorrectionPools, *, group_size: int, num_splits: int | None = None,
 ) -> State:  # fmt: skip
     """(out [B, Hq, D] in q's dtype: the listed groups and the correction of the others, lse [B, Hq] float32 of the
     listed groups alone), as `attend_groups`, `attend_correction` and a merge would give, in three launches and without
     rounding what was read to q's dtype first. `selected_mask` must mark the listed groups."""
     read = attend_splits(q, k_pool, v_pool, table, lengths, groups, counts, group_size, num_splits)
-    parts, seen = correction_splits(
-        estimate,
-        selected_mask,
-        mean,
-        mean_scale,
-        correction_valid,
-        table,
-        lengths,
-        group_size,
-        correction_tokens,
-        num_splits,
-    )
+    parts, seen = correction_splits(estimate, selected_mask, means, table, lengths, group_size, num_splits)
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), seen.new_empty(q.shape[:2])
     _finish(read, parts, seen, out, lse, None)
     return out, lse
 
 
 def correction_splits(
-    estimate: Tensor, selected_mask: Tensor, mean: Tensor, mean_scale: Tensor, correction_valid: Tensor, table: Tensor,
-    lengths: Tensor, group_size: int, correction_tokens: int, num_splits: int | None,
+    estimate: Tensor, selected_mask: Tensor, means: CorrectionPools, table: Tensor, lengths: Tensor, group_size: int,
+    num_splits: int | None,
 ) -> tuple[State, Tensor]:  # fmt: skip
     """Partial results of the correction: ((out [B, Hkv, splits, D], lse [B, Hkv, splits]), log masses of what was
     selected [B, Hkv, splits]), all float32."""
-    check_layout(mean=mean, mean_scale=mean_scale, correction_valid=correction_valid, table=table, lengths=lengths)
+    check_layout(mean=means.mean, mean_scale=means.mean_scale, correction_valid=means.valid, table=table,
+        lengths=lengths,
+    )  # fmt: skip
     batch, kv_heads, num_groups = estimate.shape
-    per_unit, head_dim = mean.shape[2:]
-    num_corrections, per_correction = table.shape[1] * per_unit, correction_tokens // group_size
+    per_unit, head_dim = means.mean.shape[2:]
+    num_corrections, per_correction = table.shape[1] * per_unit, means.tokens // group_size
     if (
-        correction_tokens % group_size
+        means.tokens % group_size
         or num_corrections * per_correction != num_groups
         or selected_mask.shape != estimate.shape
     ):
         raise ValueError(
             f"estimate {list(estimate.shape)} and visit {list(selected_mask.shape)} must cover {num_corrections} "
-            f"correction groups of {correction_tokens} tokens in groups of {group_size}"
+            f"correction groups of {means.tokens} tokens in groups of {group_size}"
         )
     groups_pad, block_corrections = correction_blocks(per_correction)
     if num_splits is None:
@@ -225,9 +197,9 @@ def correction_splits(
     part_out = estimate.new_empty((batch, kv_heads, num_splits, head_dim))
     part_lse, part_seen = (estimate.new_empty((batch, kv_heads, num_splits)) for _ in range(2))
     correction_split_kernel[(batch * kv_heads, num_splits)](
-        estimate.contiguous(), selected_mask.contiguous().view(torch.uint8), mean, mean_scale, correction_valid,
-        table, lengths, part_out, part_lse, part_seen, num_corrections, table.shape[1],
-        HKV=kv_heads, D=head_dim, TAIL=correction_tokens, PER_UNIT=per_unit, PER_CORRECTION=per_correction,
+        estimate.contiguous(), selected_mask.contiguous().view(torch.uint8), *means[:3], table, lengths, part_out,
+        part_lse, part_seen, num_corrections, table.shape[1],
+        HKV=kv_heads, D=head_dim, TAIL=means.tokens, PER_UNIT=per_unit, PER_CORRECTION=per_correction,
         GROUPS_PAD=groups_pad, D_PAD=triton.next_power_of_2(head_dim), BLOCK_T=block_corrections,
     )  # fmt: skip
     return (part_out, part_lse), part_seen

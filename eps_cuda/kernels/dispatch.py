@@ -20,8 +20,9 @@ from eps_cuda.kernels import correction as correction_kernels
 from eps_cuda.kernels import rows as rows_kernels
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import units as unit_kernels
+from eps_cuda.kernels.arguments import CorrectionPools
 from eps_cuda.kernels.select import Depth
-from eps_cuda.kernels.write import CorrectionPools, UnitPools, write_tokens
+from eps_cuda.kernels.write import UnitPools, write_tokens
 from eps_cuda.ops import OPS
 
 
@@ -31,10 +32,7 @@ class TritonKernels(GpuKernels):
     attend_all_rows = rows_kernels.attend_rows
     attend_skipped = correction_kernels.attend_correction
     select_topk = select_kernels.select_topk
-
-    @staticmethod
-    def compact(selected_mask: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
-        return select_kernels.compact(selected_mask.contiguous(), width=width)
+    compact = select_kernels.compact
 
     def estimates(self, cache: Cache, layer: int, q: Tensor, plan: StepPlan, table: Tensor, lengths: Tensor) -> Tensor:
         return estimates(cache, layer, q, table, lengths, depth_of(cache, plan), plan.config.selection_config)
@@ -62,7 +60,7 @@ def estimates(
     repeat = q.shape[1] // cache.spec.num_kv_heads
     with_planes = unit_kernels.reads_bits(
         depth, cache_config.groups_per_span, repeat, cache.spec.head_dim, table.device
-    )  # fmt: skip
+    )
     query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads, first, with_planes)
     if sums and first is None:  # K in codes, which that kernel does not read
         query = replace(query, anchors=anchors(cache, layer, q, table[:, 0], selection_config))
@@ -83,11 +81,6 @@ def unsupported_writing(cache: Cache) -> str | None:
     if not cache_config.method_spec.coded:
         return f"method {cache_config.method}"
     return "bounds" if cache_config.has_bounds else None
-
-
-def covers_writing(cache: Cache) -> bool:
-    """Return True where one kernel writes a decode step's tokens and all that follows from them."""
-    return unsupported_writing(cache) is None
 
 
 @torch.inference_mode()
@@ -119,40 +112,49 @@ def count_finalized(one: Cache, plan: WritePlan, num_layers: int = 1) -> None:
 
 
 @torch.inference_mode()
-def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def write(
+    cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, tentative_finite: Tensor | None = None
+) -> None:
     """One token of each sequence, k, v [N, Hkv, D] to slots [N] (device, -1: none), from device arrays alone. The host
-    must tell every `state` of the same slots."""
-    cache_config, inner = cache.cache_config, cache.correction
-    rq: UnitPools | None = None
-    correction = valid = None
-    if cache_config.enabled:
-        summary, valid = cache.summaries[layer], cache.valid[layer]
-        optional = {name: summary.get(name) for name in ("more", "rest", "second", "second_scale")}
-        rq = UnitPools(
-            mean=summary["mean"], mean_scale=summary["mean_scale"], codes=summary["codes"], scale=summary["scale"],
-            signs=cache.fixed[layer]["signs"], group_size=cache_config.S, bits=cache_config.mean_bits, **optional,
-        )  # fmt: skip
-    if inner is not None:
-        fields = inner.summaries[layer]
-        correction = CorrectionPools(
-            fields["mean"], fields["mean_scale"], inner.valid[layer], cache_config.correction_tokens
-        )
+    must tell every `state` of the same slots. With `tentative_finite` [] bool, which is told of NaN and Inf in the
+    cache's place, nothing follows from the write: K and V are left as `cache.write_kv_tentative` leaves them."""
+    cache_config, finite = cache.cache_config, tentative_finite
+    rq = correction = valid = None
+    if finite is None:
+        finite, correction = cache.finite[layer], correction_pools(cache, layer)
+        if cache_config.enabled:
+            summary, valid = cache.summaries[layer], cache.valid[layer]
+            rq = UnitPools(summary, cache.fixed[layer]["signs"], cache_config.S, cache_config.mean_bits)
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
-        k, v, slots, *cache.plain(layer), cache.finite[layer], valid,
-        span_tokens=cache_config.span_tokens, rq=rq, correction=correction,
+        k, v, slots, *cache.plain(layer), finite, valid, span_tokens=cache_config.span_tokens, rq=rq,
+        correction=correction,
     )  # fmt: skip
 
 
-@torch.inference_mode()
-def place(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, finite: Tensor) -> None:
-    """`write` without what follows from a write: K and V alone, as `cache.write_kv_tentative` leaves them. `finite` []
-    bool is told of NaN and Inf in the cache's place."""
-    k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
-    write_tokens(
-        k, v, slots, *cache.plain(layer), finite, None, span_tokens=cache.cache_config.span_tokens, rq=None,
-        correction=None,
-    )  # fmt: skip
+def correction_pools(cache: Cache, layer: int) -> CorrectionPools | None:
+    """Return the mean values of a layer that its correction keeps."""
+    inner = cache.correction
+    if inner is None:
+        return None
+    fields = inner.summaries[layer]
+    return CorrectionPools(
+        fields["mean"], fields["mean_scale"], inner.valid[layer], cache.cache_config.correction_tokens
+    )
+
+
+def attend_chosen(
+    cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, estimate: Tensor,
+    chosen: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out [B, Hq, D] of the groups, counts and mask that `choose` gave, and of the correction for the others where
+    there is one, lse [B, Hq] of the listed groups alone), from device arrays alone."""
+    groups, counts, selected_mask = chosen
+    read = q, cache.k[layer], cache.v[layer], table, lengths, groups, counts
+    means, group_size = correction_pools(cache, layer), cache.cache_config.S
+    if means is None:
+        return attend_kernels.attend_groups(*read, group_size=group_size)
+    return correction_kernels.attend_with_correction(*read, estimate, selected_mask, means, group_size=group_size)
 
 
 kernels = TritonKernels()

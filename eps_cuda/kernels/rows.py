@@ -18,7 +18,6 @@ past S touch no memory. Of the precision see `attend`.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -44,18 +43,7 @@ from eps_cuda.kernels.attend import (
 )
 
 SPLIT_TOKENS = 512  # of one program; changes speed and the order of float32 sums
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Changes speed only, but for the order of float32 sums. Made from a model's shape and S alone."""
-
-    queries: int  # BLOCK_M: rows x query heads of one program
-    tokens: int  # BLOCK_N: lanes of one iteration
-    groups: int  # of one iteration, whole ones; 1 where a group needs several
-    span: int  # iterations of one group
-    split_groups: int  # of one program
-    num_warps: int
+NUM_WARPS = 8
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -218,21 +206,20 @@ def attend_rows(
     _, kv_heads, unit_tokens, _ = k_pool.shape
     batch, width = table.shape
     repeat, num_groups = num_heads // kv_heads, width * (unit_tokens // group_size)
-    sizes = blocks(repeat, head_dim, group_size, k_pool.dtype, q.dtype)
-    num_splits = max(triton.cdiv(num_groups, sizes.split_groups), 1)
-    repeat_pad = triton.next_power_of_2(repeat)
+    blocks = block_constants(repeat, head_dim, group_size, k_pool.dtype, q.dtype)
+    num_splits = max(triton.cdiv(num_groups, blocks["SPLIT_GROUPS"]), 1)
     part_out = torch.empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     part_lse = part_out.new_empty(part_out.shape[:3])
     part_selected = None if selected_mask is None else torch.empty_like(part_lse)
-    tiles = triton.cdiv(most_rows * repeat_pad, sizes.queries)
+    tiles = triton.cdiv(most_rows * blocks["R_PAD"], blocks["BLOCK_M"])
     rows_split_kernel[(tiles, batch * kv_heads, num_splits)](
         q.contiguous(), *pool_arrays(k_pool, v_pool), table, lengths, starts,
         None if selected_mask is None else selected_mask.to(torch.uint8).contiguous(),
         part_out, part_lse, part_selected, math.log2(math.e) / math.sqrt(head_dim), width, num_groups,
         HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_size,
         WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, VISIT=selected_mask is not None,
-        **constants(sizes, repeat, head_dim, group_size), **pool_constants(k_pool, v_pool),
-        num_warps=sizes.num_warps, num_stages=STAGES["hip" if torch.version.hip else "cuda"],
+        **blocks, **pool_constants(k_pool, v_pool), num_warps=NUM_WARPS,
+        num_stages=STAGES["hip" if torch.version.hip else "cuda"],
     )  # fmt: skip
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_lse.new_empty((num_rows, num_heads))
     block_d = merge_channels(head_dim)
@@ -242,24 +229,23 @@ def attend_rows(
     return out, lse, None if part_selected is None else torch.logsumexp(part_selected, dim=2)
 
 
-def blocks(repeat: int, head_dim: int, group_size: int, dtype: torch.dtype, q_dtype: torch.dtype) -> Blocks:
-    """Return the blocks for R query heads a kv head, D, S and the dtypes of the cache and of q. They do not depend on
-    how many rows or sequences there are: their bits would follow."""
+def block_constants(
+    repeat: int, head_dim: int, group_size: int, dtype: torch.dtype, q_dtype: torch.dtype
+) -> dict[str, int]:
+    """Return what `rows_split_kernel` is compiled for besides the model's shape, for the dtypes of the cache and of q:
+    BLOCK_M rows x query heads of one program, BLOCK_N lanes of one iteration, its GROUPS, whole ones or 1 where a group
+    needs SPAN of them, and the SPLIT_GROUPS of one program. They change speed and the order of float32 sums, and do not
+    depend on how many rows or sequences there are: their bits would follow."""
     # half of what the few queries of one step have room for: more spills
     tokens = max(plan(1, 0, head_dim, dtype, 1, 1).block_tokens // 2, 16)
-    group_lanes = triton.next_power_of_2(group_size)
-    groups, span = max(tokens // group_lanes, 1), max(group_lanes // tokens, 1)
-    split_groups = max(SPLIT_TOKENS // (groups * group_size), 1) * groups
+    repeat_pad, group_lanes = triton.next_power_of_2(repeat), triton.next_power_of_2(group_size)
+    groups = max(tokens // group_lanes, 1)
     queries = 64 if q_dtype == dtype and head_dim <= 128 else 32
     if dtype not in HALVES:
         queries = 16  # no tensor cores: the products' registers bound the tile
-    return Blocks(max(queries, triton.next_power_of_2(repeat)), tokens, groups, span, split_groups, 8)
-
-
-def constants(sizes: Blocks, repeat: int, head_dim: int, group_size: int) -> dict[str, int]:
-    """Return the constants that `rows_split_kernel` is compiled for besides the model's shape."""
     return {
-        "R_PAD": triton.next_power_of_2(repeat), "D_PAD": padding(repeat, head_dim)["D_PAD"],
-        "S_PAD": triton.next_power_of_2(group_size), "BLOCK_M": sizes.queries, "BLOCK_N": sizes.tokens,
-        "GROUPS": sizes.groups, "SPAN": sizes.span, "SPLIT_GROUPS": sizes.split_groups,
+        "R_PAD": repeat_pad, "D_PAD": padding(repeat, head_dim)["D_PAD"], "S_PAD": group_lanes,
+        "BLOCK_M": max(queries, repeat_pad), "BLOCK_N": tokens, "GROUPS": groups,
+        "SPAN": max(group_lanes // tokens, 1),
+        "SPLIT_GROUPS": max(SPLIT_TOKENS // (groups * group_size), 1) * groups,
     }  # fmt: skip

@@ -20,7 +20,6 @@ follow from compiled instruction counts.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 CODE_BYTES = 16384  # of codes that one program decodes at most
 BLOCK_GROUPS = 512  # that one program scores at most
@@ -197,13 +196,9 @@ def _estimate(
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def _padded_heads(repeat: int) -> int:
     """Query heads of a product: two columns each, at least the 8 of NVIDIA's smallest, the 16 of AMD's."""
-    return max(_power_of_two(repeat), 8 if torch.version.hip else 4)
+    return max(triton.next_power_of_2(repeat), 8 if torch.version.hip else 4)
 
 
 def _block(rows: int, groups: int, row_bytes: int) -> int:
@@ -217,10 +212,6 @@ def _block(rows: int, groups: int, row_bytes: int) -> int:
 def code_shape(head_dim: int, bits: int) -> dict[str, int]:
     """Return how a group's codes lie in a product: BYTES of them, padded to BP, FOLD codes of a byte at once."""
     num_bytes = -(-head_dim * bits // 8)
-    padded = _power_of_two(num_bytes)
+    padded = triton.next_power_of_2(num_bytes)
     # at least 16 rows in all; codes past a byte's last multiply zeros
     return {"BITS": bits, "BYTES": num_bytes, "BP": padded, "FOLD": max(16 // padded, 1)}
-
-
-def _check_layout(*arrays: Tensor) -> None:
-    assert all(array.is_contiguous() for array in arrays), "pools, tables and outputs of an earlier kernel are whole"

@@ -407,9 +407,10 @@ def compact(selected_mask: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
     """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32) of what is set in
     selected_mask [B, Hkv, G], uint8 or bool; the first `width` where more is set."""
     batch, kv_heads, groups = selected_mask.shape
-    assert selected_mask.is_contiguous()
     listed = torch.empty((batch, kv_heads, width), dtype=torch.int32, device=selected_mask.device)
     counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=selected_mask.device)
     block = min(triton.next_power_of_2(groups), LIST_BLOCK)
-    _compact[(batch * kv_heads,)](selected_mask.view(torch.uint8), listed, counts, groups, width, LIST=block)
+    _compact[(batch * kv_heads,)](
+        selected_mask.contiguous().view(torch.uint8), listed, counts, groups, width, LIST=block
+    )
     return listed, counts

@@ -29,7 +29,6 @@ from eps_cuda.kernels.score import (
     _add_bits,
     _add_codes,
     _block,
-    _check_layout,
     _columns,
     _estimate,
     _from_byte,
@@ -37,7 +36,6 @@ from eps_cuda.kernels.score import (
     _padded_heads,
     _pairs,
     _places,
-    _power_of_two,
     _query,
     code_shape,
 )
@@ -289,7 +287,7 @@ def round_queries(
     turned = torch.empty(shape, dtype=torch.float32, device=q.device)
     integers = torch.empty(shape, dtype=torch.float16, device=q.device)
     steps = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
-    padded = max(_power_of_two(head_dim), LEAST_WIDTH)
+    padded = max(triton.next_power_of_2(head_dim), LEAST_WIDTH)
     anchors, k_pool, table = None, None, None
     strides: tuple[int, ...] = (0, 0, 0)
     if first is not None:
@@ -322,7 +320,7 @@ def reads_bits(depth: Depth, groups_per_span: int, repeat: int, head_dim: int, d
 
 def integer_columns(repeat: int) -> int:
     """Columns of a product with integers, one a query head: no fewer than a device multiplies at least."""
-    return max(_power_of_two(repeat), 16 if torch.version.hip else 8)
+    return max(triton.next_power_of_2(repeat), 16 if torch.version.hip else 8)
 
 
 def _bases(
@@ -350,19 +348,24 @@ def score_units(
     subnormal: bool = not torch.version.hip,
 ) -> Tensor:  # fmt: skip
     """Estimates [B, Hkv, G] float32 of log A_p, +inf inside the sequence without a valid summary (a partial group too),
-    -inf past its end, each by as much of its code as `depth`
-    lets be read. Where the query heads have anchors, the masses of each are divided by
-    exp of its anchor, and their sum takes the place of the most in what is read last. `summary` has the pools
-    [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8, table [B, M] and lengths [B] int32;
-    `dims` of each part of a code (`part_dims`)."""
+    -inf past its end, each by as much of its code as `depth` lets be read. Where the query heads have anchors, the
+    masses of each are divided by exp of its anchor, and their sum takes the place of the most in what is read last.
+    `summary` has the pools [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8, table [B, M]
+    and lengths [B] int32; `dims` of each part of a code (`part_dims`)."""
     batch, kv_heads, repeat, head_dim = query.turned.shape
     per_unit, together = summary["scale"].shape[2:]
     spans, rows = table.shape[1] * per_unit, batch * kv_heads
     groups = spans * together
-    _check_layout(query.turned, query.integers, query.steps, *summary.values(), valid, table, lengths)
+    whole = query.turned, query.integers, query.steps, *summary.values(), valid, table, lengths
+    assert all(one.is_contiguous() for one in whole), "pools, tables and outputs of an earlier kernel are whole"
     assert summary["codes"].shape[3:] == (-(-dims[0] // 8), together) and sum(dims) == head_dim
     assert len(depth.cascaded) == len(dims) - 1, "a count for each part after the first"
-    shared: dict[str, float] = {"R": repeat, "DP": _power_of_two(head_dim), "SUBNORMAL": subnormal, "SPU": per_unit}
+    shared: dict[str, float] = {
+        "R": repeat,
+        "DP": triton.next_power_of_2(head_dim),
+        "SUBNORMAL": subnormal,
+        "SPU": per_unit,
+    }
     bases = _bases(query, summary, table, lengths, shared, group_size, mean_bits)
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
     shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE, "num_warps": 1}
@@ -386,7 +389,7 @@ def score_units(
     _score_units[(triton.cdiv(spans, spans_each), rows)](
         query.integers, query.steps, bases, summary["codes"], second, by, valid, table, lengths, estimate,
         table.shape[1], groups, spans, kv_heads, spans_each, **shared, RP=integer_columns(repeat), S=group_size,
-        NP=max(_power_of_two(together), 16), SUM=sums and not passes,
+        NP=max(triton.next_power_of_2(together), 16), SUM=sums and not passes,
     )  # fmt: skip
 
     held = dict(zip(names, dims, strict=True))

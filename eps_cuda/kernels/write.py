@@ -5,7 +5,7 @@ head) holds its rows in registers, so nothing that it stores is read back; the o
 earlier launches. How summaries are made, and what of them equals the array path's bit for bit: `finalize`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eps_core.summaries.rq import SECOND_STEP
-from eps_cuda.kernels.arguments import stride_constants
+from eps_cuda.kernels.arguments import CorrectionPools, stride_constants
 from eps_cuda.kernels.finalize import _finalize_unit, _finalize_values, _sum_rows
 from eps_cuda.kernels.overlap import overlap, release, wait
 
@@ -24,20 +24,11 @@ TILE = 8192
 LEAST_WIDTH = 8  # dimensions that a program handles at least: one byte of sign codes
 
 
-@dataclass(frozen=True)
-class UnitPools:
+class UnitPools(NamedTuple):
     """rq's summaries of one layer, written in place, and what building them needs, of units of N groups of
-    `group_size` each; `eps_core.summaries.rq` has the fields. Without those of `rq_bounds`: a cache that keeps error,
-    radius and norm writes through the array path."""
+    `group_size` each. A cache that keeps error, radius and norm (`rq_bounds`) writes through the array path."""
 
-    mean: Tensor  # [P, Hkv, SPU, ceil(D * mean_bits / 8)] uint8
-    mean_scale: Tensor  # [P, Hkv, SPU] float16
-    codes: Tensor  # [P, Hkv, SPU, bytes, N] uint8
-    more: Tensor | None  # [P, Hkv, SPU, N, bytes] uint8
-    rest: Tensor | None  # [P, Hkv, SPU, N, bytes] uint8
-    scale: Tensor  # [P, Hkv, SPU, N] uint8
-    second: Tensor | None  # [P, Hkv, SPU, N, ceil(D / 8)] uint8
-    second_scale: Tensor | None  # [P, Hkv, SPU, N] uint8
+    summary: dict[str, Tensor]  # pools [P, Hkv, SPU, ..] by the names of `eps_core.summaries.rq`
     signs: Tensor  # [2, D] float32, +-1
     group_size: int
     bits: int  # of a dimension of the mean
@@ -45,18 +36,8 @@ class UnitPools:
     @property
     def part_bytes(self) -> tuple[int, int, int]:
         """Bytes of a group's codes in `codes`, `more` and `rest`."""
-        more, rest = (0 if part is None else part.shape[-1] for part in (self.more, self.rest))
-        return self.codes.shape[-2], more, rest
-
-
-@dataclass(frozen=True)
-class CorrectionPools:
-    """The mean values of one layer, written in place."""
-
-    mean: Tensor  # [P, Hkv, U / tokens, D] int8
-    mean_scale: Tensor  # [P, Hkv, U / tokens] float16
-    valid: Tensor | None  # [P * U / tokens] uint8
-    tokens: int
+        more, rest = (self.summary[name].shape[-1] if name in self.summary else 0 for name in ("more", "rest"))
+        return self.summary["codes"].shape[-2], more, rest
 
 
 @triton.jit
@@ -106,8 +87,7 @@ def write_kernel(
             )  # fmt: skip
     if mean is not None:
         ends = offset % TAIL == TAIL - 1
-        if correction_valid is not None:
-            tl.store(correction_valid + unit * (UNIT // TAIL) + offset // TAIL, ends.to(tl.uint8), mask=head == 0)
+        tl.store(correction_valid + unit * (UNIT // TAIL) + offset // TAIL, ends.to(tl.uint8), mask=head == 0)
         if ends:
             rows = v_pool + start + (offset - (TAIL - 1)) * TOKEN_STRIDE
             total = _sum_rows(rows, value, TAIL, HEAD_DIM, DIM2, LOG_TAIL, LOG_TILE, TOKEN_STRIDE)
@@ -124,14 +104,10 @@ def _check_units(rq: UnitPools, units: tuple[int, ...], head_dim: int, span_toke
         "mean": (-(-head_dim * rq.bits // 8),), "mean_scale": (), "codes": (first, groups), "more": (groups, later[0]),
         "rest": (groups, later[1]), "scale": (groups,), "second": (groups, num_bytes), "second_scale": (groups,),
     }  # fmt: skip
-    assert sum(rq.part_bytes) == num_bytes and (rq.second is None) == (rq.second_scale is None)
-    found = [rq.signs]
-    for name, shape in shapes.items():
-        pool = getattr(rq, name)
-        if pool is not None:
-            assert pool.shape == (*units, *shape), name
-            found.append(pool)
-    return found
+    assert sum(rq.part_bytes) == num_bytes and ("second" in rq.summary) == ("second_scale" in rq.summary)
+    for name, pool in rq.summary.items():
+        assert pool.shape == (*units, *shapes[name]), name
+    return [rq.signs, *rq.summary.values()]
 
 
 def _log2_up(number: int) -> int:
@@ -162,27 +138,17 @@ def launch_constants(
 
 
 def write_tokens(
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    finite: Tensor,
-    valid: Tensor | None,
-    *,
-    span_tokens: int,
-    rq: UnitPools | None,
-    correction: CorrectionPools | None,
-) -> None:
+    k: Tensor, v: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor, finite: Tensor, valid: Tensor | None, *,
+    span_tokens: int, rq: UnitPools | None, correction: CorrectionPools | None,
+) -> None:  # fmt: skip
     """Write k, v [N, Hkv, D] to slots [N] int32 (device) of k_pool, v_pool [P, Hkv, U, D]; finalize what they fill.
 
     A slot is unit * U + offset, or -1: nothing is written. No two slots of a call share a group, here what is
     summarised together, `span_tokens` of them, or a run of `correction.tokens`, and none is past the pool: neither is
     checked, the host never sees them. `finite` [] bool or uint8 becomes 0 where a stored key is NaN or Inf. `valid`
     [P * U/span_tokens] uint8 becomes 1 for a group whose last slot is written and 0 for one with another slot
-    written, whether or not `rq` is given. `rq` and `correction` get the summaries of
-    groups and runs that became full. Bounds are not kept here: use the array path. All on one device, without
-    synchronisation: fit for a CUDA graph.
+    written, whether or not `rq` is given. `rq` and `correction` get the summaries of groups and runs that became full.
+    All on one device, without synchronisation: fit for a CUDA graph.
     """
     num_tokens, kv_heads, head_dim = k.shape
     num_units, pool_heads, unit_tokens, pool_dim = k_pool.shape
@@ -203,10 +169,8 @@ def write_tokens(
         assert unit_tokens % correction.tokens == 0, "correction groups do not divide a unit"
         runs = (num_units, kv_heads, unit_tokens // correction.tokens)
         assert correction.mean.shape == (*runs, head_dim) and correction.mean_scale.shape == runs
-        flat += [correction.mean, correction.mean_scale]
-        if correction.valid is not None:
-            assert correction.valid.dtype == torch.uint8 and correction.valid.shape == (num_units * runs[2],)
-            flat.append(correction.valid)
+        assert correction.valid.dtype == torch.uint8 and correction.valid.shape == (num_units * runs[2],)
+        flat += correction[:3]
     assert all(one.is_contiguous() for one in flat), "a pool is not contiguous"
     if not num_tokens:
         return
@@ -214,11 +178,11 @@ def write_tokens(
         kv_heads, head_dim, unit_tokens, span_tokens, correction.tokens if correction else 0, rq.bits if rq else 1,
         *((rq.group_size, rq.part_bytes) if rq else ()),
     )  # fmt: skip
-    pools = "codes", "scale", "second", "second_scale", "signs", "mean", "mean_scale", "more", "rest"
+    pools = {**rq.summary, "signs": rq.signs} if rq else {}
+    names = "codes", "scale", "second", "second_scale", "signs", "mean", "mean_scale", "more", "rest"
     write_kernel[(num_tokens, kv_heads)](
         k, v, slots, k_pool, v_pool, finite.view(torch.uint8), valid,
-        *(getattr(rq, name, None) for name in pools),
-        *((correction.mean, correction.mean_scale, correction.valid) if correction else (None,) * 3),
+        *(pools.get(name) for name in names), *(correction[:3] if correction else (None,) * 3),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         **constants, **stride_constants(k_pool, v_pool), num_warps=num_warps, enable_fp_fusion=False,
         **overlap(k.device),
