@@ -21,7 +21,8 @@ from eps_core.cpu import host
 from eps_core.cpu.host import Variant
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.cache import Cache
-from eps_cuda.device import captured, devices, empty_pool, gpu
+from eps_cuda.capture import captured
+from eps_cuda.device import devices, empty_pool, gpu
 from eps_cuda.kernels.choose import usable_kernels
 from eps_cuda.ops import OPS
 

@@ -1,7 +1,7 @@
 """Devices, dtypes, and arrays from and to the host."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,8 +13,6 @@ from eps_core.cpu.memory import advise_huge_pages
 from eps_core.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-WARM_UP_CALLS = 3  # before a capture
-T = TypeVar("T")
 GPUS = ("cuda", "xpu")  # the first of them that is there is auto's; ROCm's Torch calls its device cuda, too
 
 
@@ -71,18 +69,3 @@ def empty_pool(shape: Sequence[int], dtype: torch.dtype, place: torch.device) ->
     if place.type == "cpu":
         advise_huge_pages(pool.data_ptr(), pool.nbytes)
     return pool
-
-
-def captured(function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Return a function as a CUDA graph, and its result, whose arrays every replay fills again. Raises RuntimeError
-    where it cannot be captured."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP_CALLS):  # compiles, and fills the allocator
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
-    return graph, result

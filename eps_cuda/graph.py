@@ -26,7 +26,7 @@ from eps_core.decode.layers import run_layers
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.arrays import check_finite, invalidate
 from eps_cuda.cache import Cache, span
-from eps_cuda.device import captured
+from eps_cuda.capture import captured
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.select import Depth, num_chunks, skipped_shares
