@@ -30,7 +30,8 @@ def hooked(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def made(runner: Any) -> Any:
         backend, settings = create(runner), asked()
         assert settings is not None
-        backend.__class__ = with_eps(type(backend))
+        stock: Any = type(backend)
+        backend.__class__ = with_eps(stock)
         backend.eps_runtime = Runtime(runner, settings)
         return backend
 
@@ -81,7 +82,8 @@ class Runtime(PagedRuntime):
         plan = Plan.of(reasons, windows)
         self.places = {layer.layer_id: place for place, layer in enumerate(sparse)}
         self.pool, self.page, self.req_to_token = pool, page, runner.req_to_token_pool.req_to_token
-        pools = [tuple(map(self._units, pool.get_kv_buffer(layer.layer_id))) for layer in sparse]
+        buffers = [pool.get_kv_buffer(layer.layer_id) for layer in sparse]
+        pools = [(self._units(k), self._units(v)) for k, v in buffers]
         first = pools[0][0]
         spec = CacheSpec(
             len(sparse), first.shape[1], first.shape[3], first.shape[0], str(first.dtype).split(".")[1],
@@ -154,7 +156,7 @@ class Runtime(PagedRuntime):
 
 
 @cache
-def with_eps(stock: Any) -> type:
+def with_eps(stock: Any) -> Any:
     """Return a subclass of a stock attention backend. A batch is sparse where each of its requests decodes one token;
     others, chunks of prompts among them, are written with summaries and attended by the stock kernel."""
 
