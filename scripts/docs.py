@@ -231,7 +231,7 @@ def families() -> str:
 def engine_versions() -> str:
     """Return a row of each engine's package: the releases that tests ran with, and the version that they install."""
     tests = DOCS.parent / "tests"
-    pins = [*tests.glob("*/requirements.txt"), DOCS.parent / "constraints.txt"]  # the last wins
+    pins = [*sorted(tests.glob("*/requirements.txt")), DOCS.parent / "constraints.txt"]  # the last wins
     installed = dict(line.split("==") for pin in pins for line in pin.read_text().splitlines() if "==" in line)
     rows = [(f"`{package}`", tested(package), installed.get(package, "-")) for package in TESTED]
     return markdown_table(("package", "tested releases", "version of the test suite"), rows)

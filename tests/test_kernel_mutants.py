@@ -140,7 +140,9 @@ METAL: dict[str, tuple[str, str, str, str, Check]] = {
     "rows see the next row": ("rows", "rows", "length - rows + row + 1", "length - rows + row + 2", rows),
     "stale mask": ("select", "_topk", "for (int g = limit + tid", "for (int g = limit + 1 + tid",
                    topk("groups past the end")),
-    "rounded to zero": ("turn_units", "_turn_units", "rint(", "trunc(", score("usual")),
+    "rounded to zero": (
+        "turn_units", "_turn_units", "rint(mine / largest[0])", "float(int(mine / largest[0]))", score("usual"),
+    ),
     "masses past float32": ("units", "_score_units", "[r] - best);", "[r]);", score("summed at once", 1e6)),
     "lists of lists as lists": ("units", "_read_on", "PICKED ? groups[", "false ? groups[", score("usual")),
 }  # fmt: skip

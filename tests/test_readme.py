@@ -93,7 +93,7 @@ def test_every_link_leads_to_a_tracked_file(page: Path) -> None:
 @pytest.mark.parametrize("page", (README, *DOCS), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_flag_exists(page: Path) -> None:
     # lines whose flags are not of our commands
-    others = "vllm serve", "--worker-extension", "pip install", "scripts/test.sh", "lm_eval run"
+    others = "vllm serve", "sglang.launch_server", "--worker-extension", "pip install", "scripts/test.sh", "lm_eval run"
     ours = [line for line in written(page).splitlines() if not any(other in line for other in others)]
     assert not set(FLAG.findall("\n".join(ours))) - flags_of(cli)
 

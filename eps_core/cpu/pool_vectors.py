@@ -7,7 +7,7 @@ number. Values of codes are the oracle's to the last bit (`eps_core.reference.pa
 to that type.
 """
 
-import functools
+from functools import partial
 
 from llvmlite import ir
 from numba import types
@@ -177,7 +177,7 @@ def dots(builder, kinds, pool, rows, count, head_dim, queries, logits, most):
         sums = builder.fadd(sums, builder.load(rest))
         builder.store_lanes(sums, builder.at(logits, (first, HEADS)))
         builder.store(builder.call_floats("maxnum", builder.load(largest), sums), largest)
-    most_of_two = functools.partial(builder.call_floats, "maxnum")
+    most_of_two = partial(builder.call_floats, "maxnum")
     builder.store_lanes(builder.folded(builder.load(largest), HEADS, most_of_two), most)
 
 

@@ -102,6 +102,8 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
 
 
 def to_environment(settings: Settings) -> dict[str, str]:
-    """Return the variables that `from_environment` reads, for a child process."""
-    flat = settings.flat().items()
-    return {PREFIX + name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in flat}
+    """Return the variables by which `from_environment` reads what was asked for, for a child process."""
+    flat = {"method": settings.config.cache_config.method} | settings.flat(asked=True)
+    return {
+        PREFIX + name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in flat.items()
+    }

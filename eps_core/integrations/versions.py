@@ -74,7 +74,14 @@ INTERFACES = {
     "sglang": {
         "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS": "",
         "sglang.srt.layers.radix_attention:RadixAttention": "head_dim scaling layer_id logit_cap sliding_window_size",
-        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": "size page_size dtype head_num head_dim layer_num",
+        **{
+            f"sglang.srt.layers.attention.{kind}.{method}": "q k v layer forward_batch save_kv_cache"
+            for kind in ("torch_native_backend:TorchNativeAttnBackend", "triton_backend:TritonAttnBackend")
+            for method in ("forward_decode", "forward_extend")
+        },
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer": "layer loc_info cache_k cache_v",
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.get_kv_buffer": "layer_id",
+        "sglang.srt.model_executor.cuda_graph_config:cuda_graph_fully_disabled": "",
         "sglang.srt.plugins.hook_registry:HookRegistry.register": "target hook",
         "sglang.srt.managers.scheduler:Scheduler.get_internal_state": "",
     },

@@ -300,17 +300,17 @@ class JsonlWriter:
         if self._regular:
             self._cut(kept_bytes)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, *records: dict[str, Any]) -> None:
         """In one unbuffered write: a killed run leaves whole lines only."""
-        line = (to_json(record) + "\n").encode()
+        lines = "".join(to_json(record) + "\n" for record in records).encode()
         start = self._file.tell() if self._regular else 0
-        rest = memoryview(line)
+        rest = memoryview(lines)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except BaseException:
             # a full disk takes part of a line: take it back; a line that Ctrl-C came after is whole, and stays
-            if self._regular and self._file.tell() < start + len(line):
+            if self._regular and self._file.tell() < start + len(lines):
                 self._cut(start)
             raise
 

@@ -119,11 +119,15 @@ def _yarn_numbers(within: Fields, original: float, max_positions: int) -> dict[s
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     mscale, mscale_all_dim = within.number_or_none("mscale"), within.number_or_none("mscale_all_dim")
-    usual = stretched(mscale) / stretched(mscale_all_dim) if mscale and mscale_all_dim else stretched(1.0)
-    given = within.values.get("attention_factor") is not None
+    if within.values.get("attention_factor") is not None:
+        attention_factor = within.number("attention_factor")
+    elif mscale and mscale_all_dim:
+        attention_factor = stretched(mscale) / stretched(mscale_all_dim)
+    else:
+        attention_factor = stretched(1.0)
     return {
         "factor": factor,
-        "attention_factor": within.number("attention_factor") if given else usual,
+        "attention_factor": attention_factor,
         "beta_fast": within.number_or_none("beta_fast") or 32.0,
         "beta_slow": within.number_or_none("beta_slow") or 1.0,
         "truncate": within.boolean("truncate") if "truncate" in within.values else True,

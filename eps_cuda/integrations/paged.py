@@ -34,7 +34,7 @@ class PagedRuntime:
 
     @property
     def readable(self) -> bool:
-        """Whether K and V lie in the pages as plain rows."""
+        """Return whether K and V lie in the pages as plain rows."""
         return True
 
     def described(self) -> dict[str, Any]:

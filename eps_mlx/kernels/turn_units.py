@@ -84,7 +84,7 @@ class Query(NamedTuple):
 def turn_units(q: mx.array, signs: mx.array, kv_heads: int) -> Query:
     """The query [B, Hq, D] unscaled as stages ask it: signs [2, D] float32, of the rotation."""
     batch, num_heads, head_dim = q.shape
-    assert num_heads % kv_heads == 0
+    assert num_heads % kv_heads == 0, f"{num_heads} query heads are no multiple of {kv_heads} kv heads"
     shape = batch, kv_heads, num_heads // kv_heads, head_dim
     threads = min(THREADS, -(-head_dim // 32) * 32)
     turned, rounded, step = launch(

@@ -283,7 +283,7 @@ def score_units(
     [P * spans of a unit] uint8 (0: no valid summary), table [B, M] int32, lengths [B] int32."""
     repeat, head_dim = query.turned.shape[2:]
     template, mean = _template(query, summary), summary["mean"]
-    assert mean.shape[-1] == -(-head_dim * mean_bits // 8)
+    assert mean.shape[-1] == -(-head_dim * mean_bits // 8), f"means of {mean.shape[-1]} bytes"
     # the widest words that a mean is a whole number of
     word = next(word for size, word in WORDS.items() if mean.shape[-1] % size == 0)
     num_groups, finalized = table.shape[1] * template["SPU"] * template["N"], template["N"]

@@ -7,8 +7,15 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor import cuda_graph_config
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.server_args import prepare_server_args
 
 from eps_core import LLM
 from eps_core.config.eps import EpsConfig
@@ -19,6 +26,7 @@ from eps_core.models.config import DEMO_MODEL
 from eps_core.tasks.corpus import corpus
 from eps_cuda.integrations import sglang as hook
 from eps_cuda.integrations.sglang import backend
+from eps_cuda.integrations.sglang.asked import asked
 
 BUDGET, NEW_TOKENS, PAGE = 0.1, 12, 64
 POOL_TOKENS = 40 * PAGE  # fewer than the prompts below have together: pages are given up and used again
@@ -139,37 +147,125 @@ def test_layers_that_stay_dense(changes: dict[str, Any], reason: str | None) -> 
     assert backend.dense_reason(layer(**changes)) == reason
 
 
-def runner(pool: dict[str, Any], args: dict[str, Any]) -> Any:
-    """A model runner with nothing that EPS refuses, but for the changes."""
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    found = MHATokenToKVPool.__new__(MHATokenToKVPool)
-    for name, value in ({"dtype": "torch.bfloat16", "kv_cache_layout": "nhd"} | pool).items():
+def runner(args: dict[str, Any] | None = None, **pool: Any) -> Any:
+    """A model runner of two layers over a pool of 8 pages, with nothing that EPS refuses but for the changes."""
+    usual = {
+        "speculative_algorithm": None, "enable_hierarchical_cache": False, "enable_lmcache": False,
+        "radix_cache_backend": None, "disaggregation_mode": "null", "dcp_size": 1, "attn_cp_size": 1, "tp_size": 1,
+        "pp_size": 1, "dp_size": 1,
+    }  # fmt: skip
+    shape = {"size": 7 * PAGE, "page_size": PAGE, "dtype": torch.float32, "head_num": 2, "head_dim": 64, "layer_num": 2}
+    found = MHATokenToKVPool(**shape, device="cpu", enable_memory_saver=False, enable_alt_stream=False)
+    for name, value in pool.items():
         setattr(found, name, value)
-    usual = {"speculative_algorithm": None, "enable_hierarchical_cache": False, "disaggregation_mode": "null"}
-    return SimpleNamespace(token_to_kv_pool=found, server_args=SimpleNamespace(**usual | args))
+    layers = [RadixAttention(4, 64, 0.125, 2, layer_id) for layer_id in range(2)]
+    table = torch.arange(PAGE, 8 * PAGE)[None].repeat(4, 1)
+    return SimpleNamespace(
+        token_to_kv_pool=found, server_args=SimpleNamespace(**usual | (args or {})), device="cpu", page_size=PAGE,
+        model=torch.nn.ModuleList(layers), req_to_token_pool=SimpleNamespace(size=4, req_to_token=table),
+        model_config=SimpleNamespace(is_encoder_decoder=False, model_path="m"),
+    )  # fmt: skip
 
 
-def test_servers_that_eps_cannot_follow_do_not_start() -> None:
-    backend.refusals(runner({}, {}))
+@pytest.fixture(autouse=True)
+def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph_config, "cuda_graph_fully_disabled", lambda: True)
+    monkeypatch.setattr(backend, "_runtimes", [])
+
+
+def batch(slots: np.ndarray, decode: bool) -> Any:
+    """A forward of one request whose tokens lie at PAGE, PAGE + 1, ..; the last of `slots` is its last."""
+    mode = ForwardMode.DECODE if decode else ForwardMode.EXTEND
+    last = torch.tensor([int(slots[-1]) - PAGE + 1])
+    rows = torch.zeros(1, dtype=torch.int64)
+    return SimpleNamespace(
+        out_cache_loc=torch.from_numpy(slots), seq_lens=last, req_pool_indices=rows, forward_mode=mode
+    )
+
+
+def test_what_is_written_past_eps_is_summarised_when_it_is_read() -> None:
+    """By a kernel that rotates and writes at once, say, over pages whose summaries were of another request."""
+    rng, settings = np.random.default_rng(0), Settings.of({"method": "rq", "budget": 0.1})
+    old, new = (torch.from_numpy(rng.standard_normal((2, 300, 2, 64))).float() for _ in range(2))
+    q = torch.from_numpy(rng.standard_normal((1, 256))).float()
+    slots = np.arange(300) + PAGE
+    outs = []
+    for begin, past in (([old, new], True), ([new], False)):
+        place = backend.Runtime(runner(), settings)
+        (layer,) = list(attention for attention in place_layers(place) if attention.layer_id == 0)
+        for k, v in begin[:1]:
+            assert not written(place, layer, batch(slots, False), k, v, True)
+        if past:
+            assert written(place, layer, batch(slots, False), *new, False) is False
+            place.pool.set_kv_buffer(layer, torch.from_numpy(slots), *new)
+        place.begin(batch(slots[-1:], True))
+        outs.append(place.decode(0, q, layer, False, lambda: torch.full((1, 256), torch.nan)))
+        assert place.counts["tokens_adopted"] == (256 if past else 0)  # whole spans
+    torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
+
+
+def written(place: Any, layer: Any, forward: Any, k: Any, v: Any, save: bool) -> bool:
+    place.begin(forward)
+    left: bool = place.left_to_write(layer, forward, k, v, save)
+    return left
+
+
+def place_layers(place: Any) -> list[Any]:
+    return [RadixAttention(4, 64, 0.125, 2, layer_id) for layer_id in place.places]
+
+
+def test_padding_is_not_written_and_a_fault_is_sglangs_own_attention() -> None:
+    place = backend.Runtime(runner(), Settings.of({"method": "rq", "budget": 0.1}))
+    (layer, _), rows = place_layers(place), torch.ones(3, 2, 64)
+    assert not written(place, layer, batch(np.array([0, 0, PAGE]), False), rows, rows, True)
+    assert not place.pool.get_key_buffer(0)[:PAGE].any() and place.pool.get_key_buffer(0)[PAGE].all()
+    place.begin(SimpleNamespace())
+    assert place.counts["failed_writes"] == 1 and place.left_to_write(layer, None, rows, rows, True)
+    dense = torch.zeros(1, 256)
+    assert place.decode(0, torch.ones(1, 256), layer, False, lambda: dense) is dense
+    place.begin(batch(np.array([PAGE]), True))
+    for number in range(2):
+        assert place.decode(number, torch.ones(1, 256), layer, True, lambda: dense) is dense
+    assert place.stats()["fallbacks"] == {"further arguments": 2}
+
+
+def test_servers_that_eps_cannot_follow_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings.of({"method": "rq"})
+    backend.refusals(runner(), settings)
+    read = prepare_server_args(["--model-path", str(DEMO_MODEL), "--device", "cpu"])
+    assert all(hasattr(read, name) for name in vars(runner().server_args))
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"dtype": "torch.float8_e4m3fn"}, {}, "K and V of float8_e4m3fn"),
         ({"kv_cache_layout": "hnd"}, {}, "K and V as hnd"),
         ({}, {"speculative_algorithm": "EAGLE"}, r"speculative decoding \(EAGLE\)"),
-        ({}, {"enable_hierarchical_cache": True}, "a hierarchical cache"),
+        ({}, {"enable_hierarchical_cache": True}, "a cache that loads K and V from elsewhere"),
+        ({}, {"enable_lmcache": True}, "a cache that loads K and V from elsewhere"),
+        ({}, {"radix_cache_backend": "mine"}, "radix cache mine"),
         ({}, {"disaggregation_mode": "decode"}, r"disaggregation \(decode\)"),
+        ({}, {"dcp_size": 2}, "context parallelism"),
     ]
     for pool, args, says in cases:
         with pytest.raises(ConfigError, match=f"SGLang server with {says}: start it without"):
-            backend.refusals(runner(pool, args))
-    other = runner({}, {})
-    other.token_to_kv_pool = SimpleNamespace(dtype="torch.bfloat16")
-    with pytest.raises(ConfigError, match="K and V in a SimpleNamespace"):
-        backend.refusals(other)
+            backend.refusals(runner(args, **pool), settings)
+    other = runner()
+    other.token_to_kv_pool, other.model_config.is_encoder_decoder = SimpleNamespace(dtype="torch.bfloat16"), True
+    with pytest.raises(ConfigError, match="K and V in a SimpleNamespace, an encoder"):
+        backend.refusals(other, settings)
+    with pytest.raises(ConfigError, match="several processes and a metrics file"):
+        backend.refusals(runner({"tp_size": 2}), Settings.of({"method": "rq", "metrics": "m.jsonl"}))
     with pytest.raises(ConfigError, match="attention backend flashinfer: start it with --attention-backend"):
         backend.refused("flashinfer")(None)
-    with pytest.raises(ConfigError, match="--disable-cuda-graph"):
-        backend.with_eps(type("Stock", (), {}))().init_cuda_graph_state(1, 1)
+    first = runner()
+    backend.Runtime(first, settings)
+    with pytest.raises(ConfigError, match="several attention backends over one pool"):
+        backend.Runtime(first, settings)
+    first.page_size = 16
+    monkeypatch.setattr(backend, "_runtimes", [])
+    with pytest.raises(ConfigError, match=r"pages of 16 tokens are no multiple .* start it with --page-size 64"):
+        backend.Runtime(first, settings)
+    monkeypatch.setattr(cuda_graph_config, "cuda_graph_fully_disabled", lambda: False)
+    with pytest.raises(ConfigError, match="start SGLang with --disable-cuda-graph"):
+        backend.refusals(runner(), settings)
 
 
 def test_a_misspelt_setting_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +286,14 @@ def test_serve_becomes_sglangs_server(monkeypatch: pytest.MonkeyPatch) -> None:
     start = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(DEMO_MODEL), "--host", "h"]
     hook.serve(DEMO_MODEL, Settings(EpsConfig.of(method="rq")), "h", 1, ["--page-size", "128", "--tp-size", "2"])
     more = ["--attention-backend", "torch_native", "--disable-cuda-graph", "--page-size", "128", "--tp-size", "2"]
-    assert calls.pop() == [*start, "--port", "1", *more] and os.environ["EPS_METHOD"] == "rq"
+    assert calls[0] == [*start, "--port", "1", "--device", "cpu", *more]
+    read = prepare_server_args(calls.pop()[3:])
+    assert (read.device, read.attention_backend, read.page_size, read.tp_size) == ("cpu", "torch_native", 128, 2)
+    # what follows from the method is left to the device
+    found = asked()
+    assert found is not None and not found.config.for_device("cuda").cascade
     hook.serve(DEMO_MODEL, Settings(), "h", 1, ["--port=7"])
-    assert calls.pop() == [*start, "--port=7"] and os.environ["EPS_METHOD"] == "off"
+    assert calls.pop() == [*start, "--device", "cpu", "--port=7"] and os.environ["EPS_METHOD"] == "off"
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     with pytest.raises(ConfigError, match="SGLANG_PLUGINS 'other' leaves EPS out"):
         hook.serve(DEMO_MODEL, Settings(), "h", 1, [])

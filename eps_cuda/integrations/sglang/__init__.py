@@ -2,7 +2,7 @@
 --attention-backend triton --disable-cuda-graph`.
 
 SGLang calls `register` in each of its processes (entry point `sglang.srt.plugins`). Where the environment asks for EPS,
-it puts subclasses in the place of the attention backends of `HOOKED`, and lets every other one refuse to start.
+it puts subclasses in the place of the attention backends of `asked.HOOKED`, and lets every other one refuse to start.
 """
 
 import os
@@ -12,25 +12,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from eps_core.errors import one_line, require
-from eps_core.integrations.settings import Settings, from_environment, to_environment
+from eps_core.integrations.settings import PREFIX, Settings, from_environment, to_environment
 from eps_core.integrations.versions import check_version
-
-HOOKED = ("torch_native", "triton")
-
-
-def asked() -> Settings | None:
-    """Return the settings that the environment asks for; None: it asks for nothing. Raises ConfigError for settings
-    that are none."""
-    flat = from_environment()
-    if flat.get("method", "off") == "off":
-        return None
-    settings = Settings.of(flat)
-    require(
-        not settings.verify.enabled,
-        "eps-verify: SGLang has no place for drafts over its own model's cache: leave it out, or take --engine own, "
-        "mlx-lm or transformers",
-    )
-    return settings
+from eps_cuda.device import devices
+from eps_cuda.integrations.sglang.asked import HOOKED, asked
 
 
 def register() -> None:
@@ -61,16 +46,17 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
     )
     allowed = os.environ.get("SGLANG_PLUGINS")
     require(
-        not allowed or "eps" in allowed.split(","),
+        not allowed or "eps" in map(str.strip, allowed.split(",")),
         f"SGLANG_PLUGINS {allowed!r} leaves EPS out: add eps to it, or unset it",
     )
+    for name in from_environment():
+        os.environ.pop(PREFIX + name.upper(), None)
     os.environ.update(to_environment(settings))
-    wanted = {"--host": host, "--port": str(port)}
+    has_gpu = bool(devices()[1:])
+    wanted = {"--host": host, "--port": str(port)} | ({} if has_gpu else {"--device": "cpu"})
     if settings.config.cache_config.enabled:
-        import torch
-
         wanted |= {
-            "--attention-backend": "triton" if torch.cuda.is_available() else "torch_native",
+            "--attention-backend": "triton" if has_gpu else "torch_native",
             "--page-size": str(settings.config.cache_config.unit_tokens), "--disable-cuda-graph": "",
         }  # fmt: skip
     given = {one.split("=")[0] for one in more}

@@ -10,18 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.backend.cache import invalidate
 from eps_core.config.cache import CacheSpec
-from eps_core.errors import ConfigError, require
+from eps_core.errors import ConfigError, fault_line, require
 from eps_core.integrations.kernels import checked_kernels
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.plan import Plan
 from eps_core.integrations.settings import Settings
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_cuda.cache import new_cache
+from eps_cuda.cache import new_cache, wait
 from eps_cuda.integrations.paged import PagedRuntime, logger
-from eps_cuda.integrations.sglang import HOOKED, asked
+from eps_cuda.integrations.sglang.asked import HOOKED, asked
+from eps_cuda.ops import OPS
 
-_runtimes: list["Runtime"] = []  # of this process: one a model runner
+_runtimes: list["Runtime"] = []  # of this process: one a pool
 
 
 def hooked(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -51,9 +53,13 @@ def refused(name: str) -> Callable[[Any], Any]:
 
 
 def with_counters(result: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's internal state (`/get_server_info`) with EPS's counters of this process, under `eps`."""
+    """SGLang's internal state (`/server_info`) with EPS's counters of this process, under `eps`."""
     if _runtimes:
-        result.internal_state["eps"] = _runtimes[0].stats()
+        try:
+            wait(_runtimes[0].cache)  # forwards have a stream of their own
+            result.internal_state["eps"] = _runtimes[0].stats()
+        except Exception as error:
+            result.internal_state["eps"] = {"error": fault_line(error)}
     return result
 
 
@@ -63,7 +69,12 @@ class Runtime(PagedRuntime):
     def __init__(self, runner: Any, settings: Settings) -> None:
         super().__init__()
         pool, device, page = runner.token_to_kv_pool, runner.device, runner.page_size
-        refusals(runner)
+        refusals(runner, settings)
+        require(
+            not any(one.pool is pool for one in _runtimes),
+            "SGLang makes several attention backends over one pool (other ones for prefill and decode, two-batch "
+            "overlap, pdmux): start it without, or without EPS",
+        )
         self.settings = settings = replace(settings, config=settings.config.for_device(device))
         cache_config = settings.config.cache_config
         unit = self.unit = cache_config.unit_tokens
@@ -81,7 +92,8 @@ class Runtime(PagedRuntime):
         windows = [layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else None for layer in layers]
         plan = Plan.of(reasons, windows)
         self.places = {layer.layer_id: place for place, layer in enumerate(sparse)}
-        self.pool, self.page, self.req_to_token = pool, page, runner.req_to_token_pool.req_to_token
+        self.pool: Any = pool
+        self.page, self.req_to_token = page, runner.req_to_token_pool.req_to_token
         buffers = [pool.get_kv_buffer(layer.layer_id) for layer in sparse]
         pools = [(self._units(k), self._units(v)) for k, v in buffers]
         first = pools[0][0]
@@ -95,8 +107,9 @@ class Runtime(PagedRuntime):
             self.backend, settings.config, plan, metrics=settings.metrics, audit_every=settings.audit_every,
             model=str(runner.model_config.model_path),
         )  # fmt: skip
-        self.slots = np.zeros(0, np.int64)
-        self.plan: StepPlan | None = None
+        self.sparse.fits(spec.num_kv_heads)
+        self.slots: np.ndarray | None = None  # [N] of a forward's tokens
+        self.plan: StepPlan | None = None  # of a forward whose requests all decode
         _runtimes.append(self)
         logger.warning("%s; SGLang pages of %d tokens", plan.line(settings.config), page)
 
@@ -108,10 +121,17 @@ class Runtime(PagedRuntime):
         return torch.as_strided(buffer, shape, strides, buffer.storage_offset())
 
     def begin(self, batch: Any) -> None:
-        """Learn where the tokens of a forward lie: one wait for the device, shared by all layers."""
+        """Learn where the tokens of a forward lie: one wait for the device, shared by all layers. Where that fails the
+        forward is SGLang's own."""
+        self.slots = self.plan = None
+        try:
+            self._begin(batch)
+        except Exception as error:
+            self._fail(error, "failed_writes")
+
+    def _begin(self, batch: Any) -> None:
         self.counts["forwards"] += 1
         self.slots = batch.out_cache_loc.cpu().numpy().astype(np.int64)
-        self.plan = None
         if not batch.forward_mode.is_decode():
             self.counts["prefill_rows"] += len(batch.req_pool_indices)
             return
@@ -125,13 +145,13 @@ class Runtime(PagedRuntime):
     def left_to_write(self, layer: Any, batch: Any, k: Tensor | None, v: Tensor | None, save: bool) -> bool:
         """Write K and V of a sparse layer with their summaries; return whether it is left to SGLang to write them."""
         place = self.places.get(layer.layer_id)
-        if place is None:
-            return save
-        if not save or k is None or v is None:
-            if not self.lazy:
-                self.forget()  # written past EPS
+        if place is None or self.slots is None:
             return save
         real = self.slots >= self.page  # the first page takes what pads a batch
+        if not save or k is None or v is None:  # written past EPS, by a kernel that also rotates, say
+            self.lazy = True
+            invalidate(OPS, self.cache, place, self.slots[real])
+            return save
         rows: Any = slice(None) if real.all() else torch.from_numpy(np.flatnonzero(real)).to(k.device)
         shape = -1, layer.tp_k_head_num, layer.head_dim
         self.write(
@@ -143,15 +163,20 @@ class Runtime(PagedRuntime):
         )
         return False
 
-    def decode(self, place: int, q: Tensor, layer: Any, dense: Callable[[], Tensor]) -> Tensor:
-        """out [B, Hq D] of one token of each of B requests, q of that shape; `dense` is SGLang's own attention."""
+    def decode(self, place: int, q: Tensor, layer: Any, further: bool, dense: Callable[[], Tensor]) -> Tensor:
+        """out [B, Hq D] of one token of each of B requests, q of that shape; `dense` is SGLang's own attention, of
+        layers that are given more than q, k and v, too: sinks, say."""
+        plan = self.plan
+        if plan is None or further:
+            if plan is not None and self.sparse is not None:
+                self.sparse.fall_back(self.cache, place, plan, "further arguments")
+            return dense()
         heads, dim = layer.tp_q_head_num, layer.head_dim
         query = q.reshape(-1, heads, dim)
         factor = layer.scaling * math.sqrt(dim)  # EPS scales by 1 / sqrt(D) itself
         if not math.isclose(factor, 1.0, rel_tol=1e-6):
             query = query.float() * factor
-        assert self.plan is not None
-        out = self.attend(place, query, self.plan, lambda: dense().view(-1, heads, dim))
+        out = self.attend(place, query, plan, lambda: dense().view(-1, heads, dim))
         return out.to(q.dtype).reshape(-1, heads * dim)
 
 
@@ -166,9 +191,6 @@ def with_eps(stock: Any) -> Any:
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
             self.eps_runtime.begin(forward_batch)
-
-        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-            raise ConfigError("EPS chooses what is read on the host: start SGLang with --disable-cuda-graph")
 
         def forward_extend(
             self,
@@ -196,9 +218,10 @@ def with_eps(stock: Any) -> Any:
             save_kv_cache = self.eps_runtime.left_to_write(layer, forward_batch, k, v, save_kv_cache)
             dense = partial(super().forward_decode, q, k, v, layer, forward_batch, save_kv_cache, **more)
             place = self.eps_runtime.places.get(layer.layer_id)
-            if place is None or any(one is not None for one in more.values()):
+            if place is None:
                 return dense()
-            return self.eps_runtime.decode(place, q, layer, dense)
+            further = any(one is not None for one in more.values())
+            return self.eps_runtime.decode(place, q, layer, further, dense)
 
     Eps.__name__ = Eps.__qualname__ = f"Eps{stock.__name__}"
     return Eps
@@ -225,19 +248,31 @@ def dense_reason(layer: Any) -> str | None:
     return next((reason for reason, there in wrong.items() if there), None)
 
 
-def refusals(runner: Any) -> None:
+def refusals(runner: Any, settings: Settings) -> None:
     """Raises ConfigError for a server whose K and V EPS cannot follow."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 
     pool, args = runner.token_to_kv_pool, runner.server_args
     dtype = str(getattr(pool, "dtype", None)).split(".")[-1]
+    loaders = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
+    several = args.tp_size * args.pp_size * args.dp_size > 1
     wrong = {
         f"K and V in a {type(pool).__name__}": type(pool) is not MHATokenToKVPool,
         f"K and V of {dtype}": dtype not in ("float16", "bfloat16", "float32"),
         f"K and V as {getattr(pool, 'kv_cache_layout', '')}": getattr(pool, "kv_cache_layout", "nhd") != "nhd",
         f"speculative decoding ({args.speculative_algorithm})": args.speculative_algorithm is not None,
-        "a hierarchical cache": args.enable_hierarchical_cache,
+        "a cache that loads K and V from elsewhere": any(getattr(args, name, False) for name in loaders),
+        f"radix cache {args.radix_cache_backend}": args.radix_cache_backend is not None,
         f"disaggregation ({args.disaggregation_mode})": args.disaggregation_mode not in (None, "null"),
+        "context parallelism": args.dcp_size > 1 or args.attn_cp_size > 1,
+        "an encoder": bool(runner.model_config.is_encoder_decoder),
+        "several processes and a metrics file": several and settings.metrics is not None,
+        "several processes and a head policy": several and settings.config.selection_config.head_modes is not None,
     }
     found = [what for what, there in wrong.items() if there]
     require(not found, f"EPS cannot work in an SGLang server with {', '.join(found)}: start it without, or without EPS")
+    require(
+        cuda_graph_fully_disabled(),
+        "EPS chooses what is read on the host, which no CUDA graph does: start SGLang with --disable-cuda-graph",
+    )

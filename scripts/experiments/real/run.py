@@ -344,8 +344,7 @@ def resumed(
         out.write({"type": "run", **provenance(session.backend.versions()), "asked": asked})
 
         def add(rows: list[dict]) -> None:
-            for row in rows:
-                out.write(row)
+            out.write(*rows)
             there.extend(rows)
 
         yield there, add

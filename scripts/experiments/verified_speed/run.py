@@ -5,7 +5,7 @@
 Caches hold random keys and values, the models are the demo's past its context, the long one and a random one of Llama
 3.2 1B's shape: speed only. A line holds medians of ms: c is a draft step over a dense one, v(g) a verify pass of g + 1
 rows, with its commit, over a dense step, v0 a dense step that keeps summaries, which a round without drafts is. What a
-model accepts is measured elsewhere (the experiment answers); `times_as_fast` is E / (g c + v(g)) for an
+model accepts is measured elsewhere (scripts/experiments/real/answers.py); `times_as_fast` is E / (g c + v(g)) for an
 acceptance a of each draft, E = (1 - a^(g + 1)) / (1 - a): an estimate.
 """
 
