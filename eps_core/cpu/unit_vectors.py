@@ -7,7 +7,7 @@ bytes of sixteen groups look one table up (pshufb) and are added in pairs (pmadd
 same tables up in memory. All these sums are exact, so every CPU has the same; the products with means are floats'.
 """
 
-import functools
+from functools import partial
 
 from llvmlite import ir
 from numba import types
@@ -318,7 +318,7 @@ def mean_bases(builder, means, mean_scale, first, second, third, fourth, num_byt
     for kept in (one for each in sums for one in each):
         builder.store(zeros, kept)
 
-    words = functools.partial(repeated, lanes=MEAN_LANES)
+    words = partial(repeated, lanes=MEAN_LANES)
 
     def codes_of(stored, sides: int):
         if sides == 1:

@@ -38,7 +38,7 @@ class PagedRuntime:
         return True
 
     def described(self) -> dict[str, Any]:
-        """What the engine adds to settings and counters."""
+        """Return what the engine adds to settings and counters."""
         return {}
 
     # ------------------------------------------------------------------------------------------------------ each step
