@@ -7,7 +7,7 @@ bytes of sixteen groups look one table up (pshufb) and are added in pairs (pmadd
 same tables up in memory. All these sums are exact, so every CPU has the same; the products with means are floats'.
 """
 
-from functools import partial
+from functools import partial, reduce
 
 from llvmlite import ir
 from numba import types
@@ -241,9 +241,9 @@ def _byte_scale(builder, stored):
 
 def _log_sum(builder, each_score):
     """log sum exp of sixteen scores of each head, finite ones."""
-    most = functools.reduce(builder.larger, each_score)
+    most = reduce(builder.larger, each_score)
     masses = (builder.exp(builder.fsub(score, most)) for score in each_score)
-    return builder.fadd(most, builder.log(functools.reduce(builder.fadd, masses, splat(0.0))))
+    return builder.fadd(most, builder.log(reduce(builder.fadd, masses, splat(0.0))))
 
 
 def _estimates(builder, sums, scales, factor_data, offsets, more, adds, score_data):
@@ -256,7 +256,7 @@ def _estimates(builder, sums, scales, factor_data, offsets, more, adds, score_da
         # a scale of four bits times a whole number is exact
         each_score.append(builder.fma(builder.fmul(scales, builder.sitofp(one, scales.type)), factor, offsets[r]))
     # one that is not finite makes the sum of all so, which hardly ever happens
-    all_of, best = (functools.reduce(join, each_score) for join in (builder.fadd, builder.larger))
+    all_of, best = (reduce(join, each_score) for join in (builder.fadd, builder.larger))
     finite = builder.fcmp_ordered("<", builder.call_floats("fabs", all_of), splat(float("inf")))
     slow = builder.icmp_unsigned("!=", builder.bitcast(finite, i16), ir.Constant(i16, 0xFFFF))
     result = cgutils.alloca_once_value(builder, best)
@@ -266,7 +266,7 @@ def _estimates(builder, sums, scales, factor_data, offsets, more, adds, score_da
             finite = builder.fcmp_ordered("<", builder.call_floats("fabs", score), splat(float("inf")))
             builder.store(builder.select(finite, score, splat(LARGEST_ESTIMATE)), kept)
         finite_scores = (builder.load(kept) for kept in held)
-        builder.store(functools.reduce(builder.larger, finite_scores), result)
+        builder.store(reduce(builder.larger, finite_scores), result)
     with builder.if_then(adds):
         builder.store(_log_sum(builder, [builder.load(kept) for kept in held]), result)
     with builder.if_then(more, likely=False):
