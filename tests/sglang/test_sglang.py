@@ -1,9 +1,12 @@
 """EPS inside SGLang on a CPU, with its radix cache, chunked prefill and scheduler: the demo model says and reads
 what it does in our own decoder. The engines run in processes of their own, which find the hook by its entry point."""
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,15 +115,21 @@ def test_summaries_ride_the_radix_cache_and_pages_are_used_again(engine: Engine)
     assert tokens(again) == wanted[3:] and not counters(engine)["tokens_adopted"]
 
 
-def test_without_the_environment_sglang_is_its_own(engine: Engine) -> None:
-    asked = prompts(*LENGTHS[:2])
+def say_without_eps(out: Path) -> None:
+    """In a process of its own, as an engine that shuts down ends all others of its process: answers and state."""
     plain = opened()
-    try:
-        answers, state = said(plain, asked), plain.get_server_info()["internal_states"][0]
-    finally:
-        plain.shutdown()
-    assert tokens(answers) == own(asked, "off")[0] and "eps" not in state
-    assert tokens(answers) != tokens(said(engine, asked)), "nothing to tell them apart by"
+    answers, state = said(plain, prompts(*LENGTHS[:2])), plain.get_server_info()["internal_states"][0]
+    out.write_text(json.dumps({"tokens": tokens(answers), "eps": state.get("eps")}))
+    plain.shutdown()
+
+
+def test_without_the_environment_sglang_is_its_own(engine: Engine, tmp_path: Path) -> None:
+    asked, out = prompts(*LENGTHS[:2]), tmp_path / "said.json"
+    code = f"import test_sglang, pathlib; test_sglang.say_without_eps(pathlib.Path({str(out)!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+    plain = json.loads(out.read_text())
+    assert plain == {"tokens": own(asked, "off")[0], "eps": None}
+    assert plain["tokens"] != tokens(said(engine, asked)), "nothing to tell them apart by"
 
 
 def layer(**changes: Any) -> Any:
