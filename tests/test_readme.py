@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 RESULTS = [ROOT / "results" / name for name in ("README.md", "LEADERBOARD.md", "real.md", "speed.md")]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-QUICKSTART, ENGINES_PAGE = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "engines.md"
+QUICKSTART, ENGINES_PAGE = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "add-an-engine.md"
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
@@ -148,7 +148,7 @@ def test_the_figure_says_the_bytes_of_the_default() -> None:
         (QUICKSTART, 0, "27182 stop 6 tokens after"),
         (ENGINES_PAGE, 0, "estimated share unread"),
     ),
-    ids=("README.md", "quickstart.md", "engines.md"),
+    ids=("README.md", "quickstart.md", "add-an-engine.md"),
 )
 def test_its_python_runs_as_written(page: Path, number: int, says: str) -> None:
     said = said_by(blocks(page, "python")[number], ROOT)
