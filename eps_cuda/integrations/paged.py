@@ -93,7 +93,7 @@ class PagedRuntime:
         line = fault_line(error)
         if line not in self._warned:
             self._warned.add(line)
-            logger.error("EPS failed and goes on without summaries (told once): %s", line, exc_info=error)
+            logger.error("EPS failed and goes on without summaries (logged once): %s", line, exc_info=error)
         self.forget()
 
     def forget(self) -> None:

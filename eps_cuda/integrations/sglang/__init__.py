@@ -20,7 +20,7 @@ from eps_cuda.integrations.sglang.asked import HOOKED, asked
 
 def register() -> None:
     """SGLang's entry point: cheap, and changes nothing for a server that did not ask for EPS. SGLang logs an error of a
-    plugin and goes on without it, which nobody would notice: here it ends the process."""
+    plugin and continues without it; here an error ends the process."""
     try:
         if asked() is None:
             return

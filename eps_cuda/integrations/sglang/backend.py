@@ -108,7 +108,8 @@ class Runtime(PagedRuntime):
             model=str(runner.model_config.model_path),
         )  # fmt: skip
         self.sparse.fits(spec.num_kv_heads)
-        self.slots: np.ndarray | None = None  # [N] of a forward's tokens
+        self.slots: np.ndarray | None = None  # [N] of a forward's tokens, padding left out
+        self.rows: Any = slice(None)  # theirs among all tokens of the forward
         self.plan: StepPlan | None = None  # of a forward whose requests all decode
         _runtimes.append(self)
         logger.warning("%s; SGLang pages of %d tokens", plan.line(settings.config), page)
@@ -121,8 +122,8 @@ class Runtime(PagedRuntime):
         return torch.as_strided(buffer, shape, strides, buffer.storage_offset())
 
     def begin(self, batch: Any) -> None:
-        """Learn where the tokens of a forward lie: one wait for the device, shared by all layers. Where that fails the
-        forward is SGLang's own."""
+        """Learn where the tokens of a forward lie, once for all layers: a wait for the device, and another for a
+        decode's tables. Where that fails the forward is SGLang's own."""
         self.slots = self.plan = None
         try:
             self._begin(batch)
@@ -131,12 +132,15 @@ class Runtime(PagedRuntime):
 
     def _begin(self, batch: Any) -> None:
         self.counts["forwards"] += 1
-        self.slots = batch.out_cache_loc.cpu().numpy().astype(np.int64)
+        places = batch.out_cache_loc
+        slots, lengths = np.split(torch.cat([places, batch.seq_lens.to(places)]).cpu().numpy(), [len(places)])
+        real = slots >= self.page  # the first page takes what pads a batch
+        self.rows = slice(None) if real.all() else torch.from_numpy(np.flatnonzero(real)).to(places.device)
+        self.slots = slots[real].astype(np.int64)
         if not batch.forward_mode.is_decode():
             self.counts["prefill_rows"] += len(batch.req_pool_indices)
             return
         assert self.sparse is not None
-        lengths = batch.seq_lens.cpu().numpy().astype(np.int64)
         width = -(-int(lengths.max(initial=0)) // self.unit)
         first = self.req_to_token[batch.req_pool_indices, : width * self.unit : self.unit].cpu().numpy()
         table = np.where(np.arange(width) * self.unit < lengths[:, None], first // self.unit, -1).astype(np.int32)
@@ -147,18 +151,16 @@ class Runtime(PagedRuntime):
         place = self.places.get(layer.layer_id)
         if place is None or self.slots is None:
             return save
-        real = self.slots >= self.page  # the first page takes what pads a batch
         if not save or k is None or v is None:  # written past EPS, by a kernel that also rotates, say
             self.lazy = True
-            invalidate(OPS, self.cache, place, self.slots[real])
+            invalidate(OPS, self.cache, place, self.slots)
             return save
-        rows: Any = slice(None) if real.all() else torch.from_numpy(np.flatnonzero(real)).to(k.device)
         shape = -1, layer.tp_k_head_num, layer.head_dim
         self.write(
             place,
-            k.view(shape)[rows],
-            v.view(shape)[rows],
-            self.slots[real],
+            k.view(shape)[self.rows],
+            v.view(shape)[self.rows],
+            self.slots,
             lambda: self.pool.set_kv_buffer(layer, batch.out_cache_loc, k, v),
         )
         return False
