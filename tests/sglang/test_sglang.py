@@ -223,6 +223,21 @@ def place_layers(place: Any) -> list[Any]:
     return [RadixAttention(4, 64, 0.125, 2, layer_id) for layer_id in place.places]
 
 
+def test_a_layer_s_own_scale_is_kept() -> None:
+    place = backend.Runtime(runner(), Settings.of({"method": "rq", "budget": 0.1}))
+    k, v = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 300, 2, 64))).float()
+    q, slots = torch.linspace(-1, 1, 256)[None], np.arange(300) + PAGE
+    usual, twice = (RadixAttention(4, 64, scale, 2, 0) for scale in (0.125, 0.25))
+    written(place, usual, batch(slots, False), k, v, True)
+    place.begin(batch(slots[-1:], True))
+    outs = [
+        place.decode(0, x, one, False, lambda: torch.full((1, 256), torch.nan))
+        for x, one in ((2 * q, usual), (q, twice))
+    ]
+    torch.testing.assert_close(*outs, rtol=0, atol=0)
+    assert not outs[0].isnan().any()
+
+
 def test_padding_is_not_written_and_a_fault_is_sglangs_own_attention() -> None:
     place = backend.Runtime(runner(), Settings.of({"method": "rq", "budget": 0.1}))
     (layer, _), rows = place_layers(place), torch.ones(3, 2, 64)
@@ -268,6 +283,9 @@ def test_servers_that_eps_cannot_follow_do_not_start(monkeypatch: pytest.MonkeyP
     backend.Runtime(first, settings)
     with pytest.raises(ConfigError, match="several attention backends over one pool"):
         backend.Runtime(first, settings)
+    policy = EpsConfig.of(method="rq", head_modes=(("dense", "gate", "gate"),) * 2)
+    with pytest.raises(ConfigError, match="head modes of 3 kv heads do not fit layers of 2"):
+        backend.Runtime(runner(), Settings(policy))
     first.page_size = 16
     monkeypatch.setattr(backend, "_runtimes", [])
     with pytest.raises(ConfigError, match=r"pages of 16 tokens are no multiple .* start it with --page-size 64"):
