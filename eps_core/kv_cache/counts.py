@@ -41,7 +41,7 @@ class CountsRereads:
     bound: Any  # the caches of the summaries beside it, or None
     correction: Any
     tokens_reread: int  # of all layers; every kv head's rows are read
-    _bytes_told = 0  # by `newly_reread`
+    _bytes_reported = 0  # by `newly_reread`
 
     def can_encode(self, layer: int) -> bool:
         """Return whether full groups have summaries: key codes wait for their centroid."""
@@ -60,5 +60,5 @@ class CountsRereads:
 
     def newly_reread(self) -> int:
         """Return the bytes read again since the last call."""
-        told, self._bytes_told = self._bytes_told, self.bytes_k_reread
-        return self._bytes_told - told
+        reported, self._bytes_reported = self._bytes_reported, self.bytes_k_reread
+        return self._bytes_reported - reported
