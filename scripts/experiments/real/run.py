@@ -144,8 +144,11 @@ def said(known: Known) -> str:
 
 
 def joined(rows: list[dict], name: str) -> np.ndarray:
-    """Return the values of all steps of all documents."""
-    return np.concatenate([row[name] for row in rows])
+    """Return the values of all steps of all documents: `kl` in nats, or `agree`, whether EPS ranks dense's next token
+    first."""
+    if name == "kl":
+        return np.concatenate([row["kl_micronats"] for row in rows]) / 1e6
+    return np.concatenate([~np.isin(np.arange(len(row["kl_micronats"])), row["disagreed"]) for row in rows])
 
 
 def numbers(rows: list[dict]) -> dict[str, str]:
@@ -179,14 +182,15 @@ def titles(cells: Cells) -> list[str]:
 
 
 def documents_by_steps(rows: list[dict]) -> str:
-    steps = sorted({len(row["kl"]) for row in rows})
+    steps = sorted({len(row["kl_micronats"]) for row in rows})
     return f"{len({(row['context_tokens'], row['document']) for row in rows})} x {' or '.join(map(str, steps))}"
 
 
 def peers_table(cells: Cells) -> str:
     """Return the share of the dense bytes at a mean KL of 0.01, by method and cell."""
     cells = compared(cells)
-    rows = [["documents x steps", *map(documents_by_steps, cells.values())]]
+    measured = ([row for row in rows if row["method"] in ORDER] for rows in cells.values())
+    rows = [["documents x steps", *map(documents_by_steps, measured)]]
     rows += [[name, *(said(crossing(of_method(same, name))) for same in cells.values())] for name in ORDER]
     return markdown_table(["bytes at a KL of 0.01", *titles(cells)], rows)
 
@@ -235,16 +239,18 @@ def default_table(cells: Cells) -> str:
 
 
 def fp8_table(cells: Cells) -> str:
-    """Return the bytes at which EPS has the mean KL of an FP8 cache, by cell."""
+    """Return an FP8 cache beside EPS's default, by cell, and the bytes at which EPS has the mean KL of that cache."""
     rows = []
     for (model, context), same in compared(cells).items():
-        codes = of_method(same, FP8)
-        num_bytes, kl = np.mean([row["bytes"] for row in codes]), joined(codes, "kl").mean()
-        at = crossing(of_method(same, "EPS"), kl)
+        codes, default = of_method(same, FP8), of_method(same, "EPS default")
+        num_bytes, kl, p99, _, top = numbers(codes).values()
+        its_bytes, its_kl, its_p99, _, its_top = numbers(default).values()
+        at = crossing(of_method(same, "EPS"), joined(codes, "kl").mean())
         rows.append([
-            model, f"{context:,}", f"{num_bytes:.3f}", f"{kl:.4f}", said(at), said(over(at, (num_bytes, "measured"))),
+            model, f"{context:,}", f"{num_bytes}, {its_bytes}", f"{kl}, {its_kl}", f"{p99}, {its_p99}",
+            f"{top}, {its_top}", said(at),
         ])  # fmt: skip
-    head = ["model", "context", "FP8: bytes", "FP8: mean KL", "EPS: bytes at that KL", "over FP8's bytes"]
+    head = ["model", "context", "bytes: FP8, EPS", "mean KL", "p99", "top-1", "EPS's bytes at FP8's KL"]
     return markdown_table(head, rows)
 
 
@@ -270,7 +276,7 @@ def cell_table(rows: list[dict]) -> str:
     lines = []
     for method, points in groups.items():
         for budget, same in points.items():
-            interval = bootstrap_interval([float(np.mean(row["kl"])) for row in same], 0)
+            interval = bootstrap_interval([float(joined([row], "kl").mean()) for row in same], 0)
             within = "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
             num_bytes, kl, *ends = numbers(same).values()
             lines.append([method, "its default" if budget is None else f"{budget:g}", num_bytes, kl, within, *ends])
@@ -296,9 +302,11 @@ TABLES: dict[str, Callable[[Cells], str]] = {
 ALONE = ("cells", "weights")  # printed where they are named
 
 
-def shorter(row: dict) -> dict:
-    """Return a row whose KLs have six significant digits: files of thousands of steps stay small."""
-    return {**row, "kl": [float(f"{kl:.6g}") for kl in row["kl"]]}
+def stored(row: dict) -> dict:
+    """Return a row as OUTPUT keeps it, small: KLs in whole micronats, and of `agree` the steps that do not."""
+    kept = {name: value for name, value in row.items() if name not in ("kl", "agree")}
+    disagreed = [step for step, agree in enumerate(row["agree"]) if not agree]
+    return {**kept, "kl_micronats": [round(1e6 * kl) for kl in row["kl"]], "disagreed": disagreed}
 
 
 # ----------------------------------------------------------------- what answers.py has of the command, too -----------
@@ -384,7 +392,7 @@ def main() -> None:
                 found = measure(session, tokens, args.steps, configs, peers)
             else:
                 continue
-            add([{"type": "row", **cell, "document": index, "kind": kind, **shorter(row)} for row in found])
+            add([{"type": "row", **cell, "document": index, "kind": kind, **stored(row)} for row in found])
             print(f"document {index + 1} of {args.documents} ({kind})", file=sys.stderr)
     print(f"\n{args.model.name}, {args.context:,} tokens, documents x steps: {documents_by_steps(there)}\n")
     print(cell_table(there))
