@@ -8,8 +8,11 @@ prints; a flag of the demo's own (--model, --prompt, ..) takes that flag's place
 """
 
 import platform
+import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pydoc_data.topics import topics
 from typing import Any, TextIO
 
@@ -39,6 +42,18 @@ def document() -> str:
     return "\n\n".join(topics[topic].strip() for topic in TOPICS)[:CHARACTERS]
 
 
+@contextmanager
+def compiling_kernels() -> Iterator[None]:
+    """Meanwhile, a run of the embedded model compiles what the chat's model needs, too: heads are of the same size."""
+    line = [sys.executable, "-m", "eps_core.cli", "run", "--method", "rq", "--max-new-tokens", "1"]
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        try:
+            yield
+        except BaseException:
+            run.kill()
+            raise
+
+
 def demo() -> int | None:
     flags = sys.argv[1:]
     try:
@@ -50,7 +65,8 @@ def demo() -> int | None:
         folder = model_folder(MODEL)
         try:
             if not is_there(MODEL, folder):
-                get_model(MODEL, folder)
+                with compiling_kernels():
+                    get_model(MODEL, folder)
         except NowhereError:  # which said why
             say(f"{NAME} cannot be fetched now: the embedded model of 3 M parameters answers a question of its own")
             return run_command.main(flags, "eps-proto run", standalone_mode=False)

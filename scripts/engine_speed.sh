@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
-# Measures decode inside each engine, its own attention against EPS in it, on the demo model and a 1B shape at 4k, 8k and
-# 32k tokens: engine_speed.jsonl. About 25 minutes on 2 idle cores.
+# Measures decode inside each engine, its own attention against EPS in it, on real models: SmolLM2-135M at 4k and 8k
+# tokens, Qwen2.5-Coder-0.5B at 4k to 32k: engine_speed.jsonl. About an hour on 2 idle cores, most of it prefills of
+# vLLM.
 # Usage: scripts/engine_speed.sh [output folder, default results]
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 begin "$@"
 venv=$(scripts/setup.sh mlx,cuda,dev)
-scripts/test_vllm.sh --collect-only -q > /dev/null # sets up .venv-vllm
+scripts/test_vllm.sh --install
+models=${EPS_MODEL_CACHE:-$HOME/.cache/eps/models}
+mkdir -p "$models"
 rm -f "$out/engine_speed.jsonl"
 export PYTHONPATH=$PWD
-for model in demo llama-1b; do
-  measure=(scripts/experiments/engine_speed/run.py --models $model -o "$out/engine_speed.jsonl" --engine)
+for cell in smollm2:4096,8000 qwen-coder:4096,8192,16384,32000; do
+  model=${cell%%:*}
+  "$venv/bin/python" scripts/get_model.py "$model" "$models/$model"
+  measure=(scripts/experiments/engine_speed/run.py --models "$models/$model" --context "${cell#*:}"
+    -o "$out/engine_speed.jsonl" --engine)
   "$venv/bin/python" "${measure[@]}" transformers,mlx-lm
   "${EPS_VLLM_VENV:-.venv-vllm}/bin/python" "${measure[@]}" vllm
 done

@@ -36,7 +36,7 @@ WHOLE_STEP = {
 }  # fmt: skip
 ENGINE = {
     **RATIOS, **dict.fromkeys(("engine", "model", "dtype"), Name),
-    **dict.fromkeys(("context", "dense_tokens_per_s", "gated_tokens_per_s"), Positive),
+    **dict.fromkeys(("context", "dense_tokens_per_s", "eps_tokens_per_s"), Positive),
 }  # fmt: skip
 GPU = {
     **dict.fromkeys(("context", "batch"), Count), **dict.fromkeys(("step_us", "dense_at_90_percent_us"), Positive),
@@ -124,7 +124,7 @@ def step_table(folder: Path) -> str:
 def engine_table(folder: Path) -> str:
     rows = [
         [line["engine"], f"{line['model']}, {line['dtype']}", f"{int(line['context']):,}",
-         f"{line['dense_tokens_per_s']:.3g}", f"{line['gated_tokens_per_s']:.3g}", f"{line['speedup']:.2f} x",
+         f"{line['dense_tokens_per_s']:.3g}", f"{line['eps_tokens_per_s']:.3g}", f"{line['speedup']:.2f} x",
          f"{line['bytes_ratio']:.3f}"]
         for _, line in records(folder / "engine_speed.jsonl", None, ENGINE, "engine_speed.sh")
     ]  # fmt: skip

@@ -1,6 +1,7 @@
 """The context from which sparse attention pays on this device: one layer, dense against sparse, measured once.
 
-The result is an estimate, from medians of a few calls over random keys; it changes what is read below it, and so the
+The result is an estimate, from medians of a few calls over random keys, which on a CPU are in no cache, as after the
+weights and the other layers of a step; it changes what is read below it, and so the
 output there: dense. It is kept in `$XDG_CACHE_HOME/eps/costs.json` (default `~/.cache`), one entry for everything that
 it depends on. On a GPU the calls of one layer are timed one by one, while a decode step may replay a graph: sparse
 attention then pays earlier than this says. What error bounds and strict mode cost is left out.
@@ -21,6 +22,7 @@ from eps_core.attention.layer import collect, sparse_attention
 from eps_core.attention.protocol import Array, Backend
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
+from eps_core.cpu import host
 from eps_core.errors import ConfigError
 from eps_core.io import caches, inputs
 from eps_core.io.records import Count, Positive, read_record
@@ -75,6 +77,8 @@ def measure(
     contexts = [context for context in CONTEXTS if context <= max_context] or [max_context]
     sparse = config.replace(min_context=0, head_modes=None)
     rng, started = np.random.default_rng(0), time.perf_counter()
+    on_cpu = backend.device_name(device) == host.host_name()
+    flush = host.flusher(host.flush_bytes(host.last_cache_bytes(device)), device) if on_cpu else lambda: None
 
     def variants(context: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """(dense, sparse) calls over a filled cache; each waits for its result."""
@@ -106,17 +110,18 @@ def measure(
     for context in contexts:
         if rows and time.perf_counter() - started > MAX_SECONDS:
             break
-        dense_ms, sparse_ms = _medians(variants(context))
+        dense_ms, sparse_ms = _medians(variants(context), flush)
         # where the budget covers the context a sparse step is a dense one, and saves nothing
         rows.append((context, dense_ms, dense_ms if sparse.reads_all(0, [context]) else sparse_ms))
     return Cost(*zip(*rows, strict=True))  # type: ignore[arg-type]
 
 
-def _medians(variants: Sequence[Callable[[], Any]]) -> tuple[float, ...]:
-    """Milliseconds of each variant, alternating, after two calls that warm up."""
+def _medians(variants: Sequence[Callable[[], Any]], flush: Callable[[], None]) -> tuple[float, ...]:
+    """Milliseconds of each variant, alternating, after two calls that warm up, each after a flush."""
     times: list[list[float]] = [[] for _ in variants]
     for index in range(2 + ROUNDS):
         for variant, taken in zip(variants, times, strict=True):
+            flush()
             started = time.perf_counter()
             variant()
             if index >= 2:
@@ -149,7 +154,7 @@ def cost_of(
             "shape": [num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.k_bits, spec.v_bits],
             "max_context": min(max_context, CONTEXTS[-1]),
             "config": settled,
-            "measured": 4,  # raised when something else is measured
+            "measured": 5,  # raised when something else is measured
         },
         sort_keys=True,
     )

@@ -1,12 +1,13 @@
 """EPS's counters as Prometheus reads them: on the server's own /metrics, though they are counted in other processes.
 
 The first process of a server names a folder, which its workers inherit; each worker writes its counters to a file there
-once a second at most, and the server's registry reads them when it is asked.
+once a second at most, the last ones a second or two later, and the server's registry reads them when it is asked.
 """
 
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,16 +58,25 @@ class Shown:
     def __init__(self, vllm_config: Any) -> None:
         folder = os.environ.get(FOLDER)
         self.file = None if folder is None else Path(folder) / f"{worker_number(vllm_config)}.json"
-        self._last = -SECONDS
+        self._last, self._lock = -SECONDS, threading.Lock()
+        self._later: threading.Timer | None = None  # writes what came within a second of the last time
 
     def update(self, runtime: Any) -> None:
-        now = time.monotonic()
-        if self.file is None or now - self._last < SECONDS:
+        if self.file is None:
             return
-        self._last = now
-        part = self.file.with_suffix(".part")
-        part.write_text(json.dumps(runtime.stats()))
-        part.replace(self.file)
+        if time.monotonic() - self._last >= SECONDS:
+            self._write(self.file, runtime)
+        elif self._later is None or not self._later.is_alive():
+            self._later = threading.Timer(2 * SECONDS, self._write, [self.file, runtime])
+            self._later.daemon = True
+            self._later.start()
+
+    def _write(self, file: Path, runtime: Any) -> None:
+        with self._lock:
+            self._last = time.monotonic()
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(runtime.stats()))
+            part.replace(file)
 
 
 def export() -> None:

@@ -51,7 +51,7 @@ def run_block(engine: str, block: str) -> str:
             raise ConfigError(f"{engine} {side} says {said!r}: the needle is {answer!r}")
     require(last["bytes_ratio"] < 0.1, f"{engine} reads {last['bytes_ratio']:.3f} of the bytes: a tenth is promised")
     return (
-        f"{engine:12} needle {answer.decode()} dense and gated, {last['bytes_ratio']:.4f} of the bytes "
+        f"{engine:12} needle {answer.decode()} dense and with EPS, {last['bytes_ratio']:.4f} of the bytes "
         f"({time.monotonic() - started:.0f} s)"
     )
 

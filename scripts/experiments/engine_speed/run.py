@@ -1,10 +1,11 @@
-"""Tokens a second of decode inside each engine: its own attention against EPS in it, on the demo model and a 1B shape.
+"""Tokens a second of decode inside each engine: its own attention against EPS in it.
 
-Speed only: the demo model is run past its trained context and the 1B model knows nothing, so what they say is not
-looked at. mlx-lm and transformers get a cache of random keys and values instead of a prefill, which takes them hours
-here; vLLM prefills once, and finds the prompt in its prefix cache after that. Appends a line a context to a JSONL.
+Models are Hugging Face directories, or `demo`, past its context, or `llama-1b`, a 1B shape of random weights. Speed
+only: what they say is not looked at. mlx-lm and transformers get a cache of random keys and values instead of a
+prefill, which takes them hours here; vLLM prefills once, and finds the prompt in its prefix cache after that. Appends a
+line a context to a JSONL.
 
-    python scripts/experiments/engine_speed/run.py --engine mlx-lm,transformers --context 4096,8192,32768
+    python scripts/experiments/engine_speed/run.py --models DIR --engine mlx-lm,transformers --context 4096,32000
 """
 
 import sys
@@ -25,15 +26,21 @@ from shared import appended
 from eps_core.cli.numbers import TOKENS, ListOf
 from eps_core.cpu.host import host_name
 from eps_core.decode.sampling import Sampling
-from eps_core.errors import exit_code
+from eps_core.errors import ConfigError, exit_code
 from eps_core.integrations.settings import Settings
 from eps_core.load import ENGINES, load_engine
 from eps_core.metrics.provenance import package_version, provenance
 from eps_core.tasks.corpus import corpus
 
-DTYPES = {"demo": "float32", "llama-1b": "bfloat16"}
+DTYPES = {"demo": "float32"}  # others are bfloat16
 FILL_TOKENS, WARM_UP, ROUNDS = 2048, 2, 2
 Times = Iterator[tuple[int, bool, list[float], dict[str, Any]]]  # context, sparse, ms of steps, counters
+
+
+def pieces(context: int) -> Iterator[int]:
+    """Yield the tokens of each piece that a cache is filled by."""
+    for start in range(0, context, FILL_TOKENS):
+        yield min(FILL_TOKENS, context - start)
 
 
 def time_mlx_lm(path: Path, dtype: str, contexts: list[int], num_steps: int, settings: dict[str, Any]) -> Times:
@@ -48,13 +55,14 @@ def time_mlx_lm(path: Path, dtype: str, contexts: list[int], num_steps: int, set
     model = mlx_lm.load(str(path))[0]
     model.set_dtype(kind)
     args = model.args
-    shape = (1, args.num_key_value_heads, FILL_TOKENS, args.head_dim or args.hidden_size // args.num_attention_heads)
+    head_dim = getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads
     for context in contexts:
         for sparse in (False, True) * ROUNDS:
             attention: Any = eps(model, **settings) if sparse else nullcontext()
             with attention as counts:
                 caches = make_prompt_cache(model)
-                for _ in range(0, context, FILL_TOKENS):
+                for num_tokens in pieces(context):
+                    shape = (1, args.num_key_value_heads, num_tokens, head_dim)
                     for cache in caches:
                         cache.update_and_fetch(mx.random.normal(shape, kind), mx.random.normal(shape, kind))
                     mx.eval([cache.state for cache in caches])
@@ -85,14 +93,16 @@ def time_transformers(path: Path, dtype: str, contexts: list[int], num_steps: in
 
     kind = getattr(torch, dtype)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).eval()
-    shape = (1, model.config.num_key_value_heads, FILL_TOKENS, model.config.head_dim)
+    args = model.config
+    head_dim = getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads
     for context in contexts:
         for sparse in (False, True) * ROUNDS:
             model.set_attn_implementation("eps" if sparse else "sdpa")
             cache: Any = EpsCache(model.config, **settings) if sparse else DynamicCache(config=model.config)
             with torch.inference_mode():
-                for _ in range(0, context, FILL_TOKENS):
-                    for layer in range(model.config.num_hidden_layers):
+                for num_tokens in pieces(context):
+                    shape = (1, args.num_key_value_heads, num_tokens, head_dim)
+                    for layer in range(args.num_hidden_layers):
                         k, v = torch.randn(shape, dtype=kind), torch.randn(shape, dtype=kind)
                         if sparse:
                             cache.layers[layer].fill(k, v)
@@ -128,7 +138,7 @@ TIMERS = {"mlx-lm": time_mlx_lm, "transformers": time_transformers, "vllm": time
 
 @click.command()
 @click.option("--engine", type=ListOf(click.Choice(ENGINES)), default="mlx-lm,transformers", show_default=True)
-@click.option("--models", type=ListOf(click.Choice(tuple(MODELS))), default="demo,llama-1b", show_default=True)
+@click.option("--models", type=ListOf(click.STRING), default="demo,llama-1b", show_default=True)
 @click.option("--context", "contexts", type=ListOf(TOKENS), default="4096,8192,32768", show_default=True)
 @click.option("--new-tokens", type=click.IntRange(min=WARM_UP + 2), default=16, show_default=True)
 @click.option("--method", default="rq", show_default=True)
@@ -142,16 +152,16 @@ def main(
     budget: float | None, out: Path,
 ) -> None:  # fmt: skip
     """Times decode steps, dense and sparse in turn, and appends medians to a JSONL."""
-    if any(one % FILL_TOKENS for one in contexts):
-        raise click.UsageError(f"--context {contexts}: give multiples of {FILL_TOKENS} tokens, separated by commas")
     settings = {"method": method} | ({} if budget is None else {"budget": budget})
     with appended(out) as writer, tempfile.TemporaryDirectory() as scratch:
         for name in models:
-            folder = Path(scratch) / name
+            folder = Path(scratch) / Path(name).name
             folder.mkdir()
-            model = MODELS[name](folder, max(contexts) + new_tokens + 1)
+            if name not in MODELS and not (Path(name) / "config.json").is_file():
+                raise ConfigError(f"--models {name} is no model: give a Hugging Face directory or {', '.join(MODELS)}")
+            model = MODELS[name](folder, max(contexts) + new_tokens + 1) if name in MODELS else Path(name)
             for one in engine:
-                for line in _lines(one, name, model, list(contexts), new_tokens, settings):
+                for line in _lines(one, folder.name, model, list(contexts), new_tokens, settings):
                     writer.write(line)
 
 
@@ -160,8 +170,8 @@ def _lines(
 ) -> Iterator[dict[str, Any]]:
     """One line a context, of all its rounds."""
     found: dict[bool, list[float]] = {False: [], True: []}
-    rounds = 0
-    for context, sparse, times, counts in TIMERS[engine](model, DTYPES[name], contexts, num_steps, settings):
+    rounds, dtype = 0, DTYPES.get(name, "bfloat16")
+    for context, sparse, times, counts in TIMERS[engine](model, dtype, contexts, num_steps, settings):
         found[sparse] += times
         rounds += 1
         if rounds < 2 * ROUNDS:
@@ -173,14 +183,14 @@ def _lines(
             "type": "engine_speed",
             "engine": engine,
             "model": name,
-            "dtype": DTYPES[name],
+            "dtype": dtype,
             "context": context,
             "settings": Settings.of(settings).flat(),
             "steps": len(found[True]),
             "dense_ms_p50": dense_ms,
-            "gated_ms_p50": sparse_ms,
+            "eps_ms_p50": sparse_ms,
             "dense_tokens_per_s": 1000 / dense_ms,
-            "gated_tokens_per_s": 1000 / sparse_ms,
+            "eps_tokens_per_s": 1000 / sparse_ms,
             "speedup": dense_ms / sparse_ms,
             "bytes_ratio": counts["bytes_ratio"],
             "fallbacks": counts["fallbacks"],
@@ -188,7 +198,7 @@ def _lines(
             **provenance(versions),
         }
         print(
-            f"{engine:12} {name:9} {DTYPES[name]:9} {context:7,} tokens: dense {1000 / dense_ms:6.1f}, sparse "
+            f"{engine:12} {name:10} {dtype:9} {context:7,} tokens: dense {1000 / dense_ms:6.1f}, sparse "
             f"{1000 / sparse_ms:6.1f} tokens/s ({dense_ms / sparse_ms:.2f} x), bytes {counts['bytes_ratio']:.3f}",
             flush=True,
         )

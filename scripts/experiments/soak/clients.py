@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Ask = Callable[[str, str, list[dict[str, str]], int], str]  # (url, model, messages, max_tokens) -> text
 
@@ -18,9 +18,8 @@ def openai_client(url: str, model: str, messages: list[dict[str, str]], max_toke
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    stream = client.chat.completions.create(
-        model=model, messages=messages, max_tokens=max_tokens, temperature=0, stream=True
-    )
+    asked: Any = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+    stream = client.chat.completions.create(**asked, stream=True)
     return "".join(one.choices[0].delta.content or "" for one in stream if one.choices)
 
 

