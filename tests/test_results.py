@@ -87,7 +87,8 @@ def test_tables_of_real_models_by_hand() -> None:
     assert "| default: mean KL | 0.005 | at most 0.01 | 0.0525 |" in claims
     assert "| default: largest KL of a step | - | at most 1 | 0.200 |" in claims
     assert "| default: top-1 agreement | - | at least 0.97 | 0.750 |" in claims
-    assert "| m | 4,096 | 0.500, 0.200 | 0.0050, 0.0525 | 0.006, 0.194 | 1.000, 0.750 | 0.200 |" in real.fp8_table(cells)
+    beside = "| m | 4,096 | 0.500, 0.200 | 0.0050, 0.0525 | 0.006, 0.194 | 1.000, 0.750 | 0.200 |"
+    assert beside in real.fp8_table(cells)
     default = "| m | 4,096 | 2 x 2 | 0.200 | 0.0525 | 0.0050 | - | 0.1000 | 0.194 | 0.200 | 0.750 |"
     assert default in real.default_table(cells)
     short = [row("code", [0.0], method="EPS default", bytes=1.0, context_tokens=context) for context in (40, 700)]
