@@ -19,6 +19,7 @@ from eps_core.backend.ops import Ops
 from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.cache import Cache
+from eps_cuda.device import multiplies
 from eps_cuda.ops import OPS
 
 State = tuple[Tensor, Tensor]
@@ -142,7 +143,7 @@ def _after_past(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def attend_chunk(cache: Cache, q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray | None = None) -> Tensor:
     """Dense attention of a prefill chunk: q [N, Hq, D] are the last N of the T tokens of k, v [T, Hkv, D], each over
     itself and all before it, or over those of `seen` [N, T] bool (host), at least one."""
-    wide = q.dtype if k.dtype == q.dtype else torch.float32
+    wide = q.dtype if k.dtype == q.dtype and multiplies(q) else torch.float32
     query, key, value = (x.to(wide).transpose(0, 1)[None] for x in (q, k, v))
     repeat, on_cpu = q.shape[1] // k.shape[1], q.device.type == "cpu"
     if not on_cpu and wide == torch.float32 and repeat > 1:

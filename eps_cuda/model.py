@@ -19,7 +19,7 @@ from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.models.spec import ModelSpec
 from eps_core.models.weights import load_weights
 from eps_cuda.cache import Cache
-from eps_cuda.device import DTYPES, device_of, from_numpy
+from eps_cuda.device import DTYPES, device_of, from_numpy, multiplies
 from eps_cuda.ops import OPS
 from eps_cuda.quantised_weights import pack_groups, pack_rows
 
@@ -30,6 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 CACHE_LINE = 64  # bytes
+WIDE_ROWS = 10  # rows from which on casting the weight to a dtype that the device multiplies takes less time
 TOGETHER = ("q", "k", "v"), ("gate", "up")  # weights of a layer that multiply the same rows
 
 
@@ -101,6 +102,9 @@ class Model(ArrayModel):
             # 1.3 to 1.8 times as fast as the product with a vector
             y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
             return y[None]
+        if len(x) >= WIDE_ROWS and not multiplies(x):
+            wide = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+            return wide.to(x.dtype)
         return functional.linear(x, weight, bias)
 
     def whole_step(

@@ -8,12 +8,12 @@ prints; a flag of the demo's own (--model, --prompt, ..) takes that flag's place
 """
 
 import platform
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pydoc_data.topics import topics
+from subprocess import DEVNULL, Popen
 from typing import Any, TextIO
 
 import click
@@ -46,7 +46,7 @@ def document() -> str:
 def compiling_kernels() -> Iterator[None]:
     """Meanwhile, a run of the embedded model compiles what the chat's model needs, too: heads are of the same size."""
     line = [sys.executable, "-m", "eps_core.cli", "run", "--method", "rq", "--max-new-tokens", "1"]
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+    with Popen(line, stdout=DEVNULL, stderr=DEVNULL) as run:
         try:
             yield
         except BaseException:

@@ -1,11 +1,14 @@
 """The bytes that a step plan counts are those that the array library really gathers."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from conftest import TARGETS, bound
 from test_conformance import Case, FilledCase, eps
 
-from eps_core.config.bytes import scoring_bytes
+from eps_core.config.bytes import scoring_bytes, summary_group_bytes
+from eps_core.config.eps import EpsConfig
 
 
 class Counter:
@@ -121,3 +124,11 @@ def test_bounds_gather_the_codes_of_unvisited_groups_alone(target, counter, meth
         counted = one.plan.bound_bytes(case.spec, int(left.sum()))
         assert counted == left.sum() * size * key_bytes
         assert counter.gathered == counted or len(lengths) > 1
+
+
+def test_the_memory_that_the_page_of_engines_names() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text()
+    cache_config = EpsConfig.of(method="rq").cache_config
+    small, large = (100 * summary_group_bytes(cache_config, dim) / (4 * dim) for dim in (64, 128))
+    words = f"{small:.1f} %\nof a bfloat16 KV cache on top of it for heads of 64 dimensions, {large:.1f} % for 128"
+    assert words in page

@@ -1,6 +1,7 @@
 """`scripts/demo.py`: two answers of a chat model beside what they read; and how a model is fetched for it."""
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -143,3 +144,21 @@ def _until(true: Callable[[], bool]) -> None:
             return
         time.sleep(0.01)
     raise AssertionError("it did not come")
+
+
+def test_kernels_compile_while_the_model_is_fetched(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run beside is waited for, or ends where the fetch fails."""
+    started: list[subprocess.Popen] = []
+
+    def popen(line: list[str], **more: Any) -> subprocess.Popen:
+        assert line[:4] == [sys.executable, "-m", "eps_core.cli", "run"]
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"], **more))
+        return started[-1]
+
+    monkeypatch.setattr(demo, "Popen", popen)
+    with demo.compiling_kernels():
+        assert started[0].poll() is None
+    assert started[0].returncode == 0
+    with pytest.raises(KeyError), demo.compiling_kernels():
+        raise KeyError
+    assert started[1].returncode < 0

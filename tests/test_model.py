@@ -18,9 +18,11 @@ from tiny_models import NUM_TOKENS, expected, tokens_of
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import eps_cuda
 from eps_core import reference
 from eps_core.config.cache import DTYPE_BYTES, CacheSpec
 from eps_core.config.eps import EpsConfig
+from eps_core.cpu import host
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.errors import ConfigError
 from eps_core.models.config import read_spec
@@ -186,6 +188,22 @@ def test_half_precision_is_as_accurate_as_transformers(name: str, target: tuple,
     error, allowed = np.abs(ours - truth[positions]), np.abs(theirs - truth)
     assert error.mean() <= 2 * allowed.mean()
     assert error.max() <= 3 * allowed.max()
+
+
+def test_a_cpu_that_widens_bfloat16_multiplies_many_rows_in_float32(
+    saved: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "computes_bfloat16", lambda: False)
+    path = saved("llama2-bf16-sharded")
+    model = eps_cuda.load_model(path, read_spec(path), "bfloat16", "cpu")
+    name, rows = "layers.0.down", np.random.default_rng(0).standard_normal((eps_cuda.model.WIDE_ROWS, 96), np.float32)
+    weight, x = model.weights[name], torch.from_numpy(rows).bfloat16()
+    product = x.float() @ weight.float().T
+    assert torch.equal(model.linear(x, weight, None), product.bfloat16())
+    bias = torch.linspace(-1, 1, len(weight)).bfloat16()
+    assert torch.equal(model.linear(x, weight, bias), (product + bias.float()).bfloat16())
+    few = model.linear(x[:1], weight, None)  # the weight is read as it is
+    assert few.dtype == torch.bfloat16 and torch.allclose(few.float(), product[:1], rtol=1e-2, atol=1e-2)
 
 
 def test_nan_in_keys_is_named(target: tuple, saved: Callable, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The backends' `bench.py` list the same functions as the part behind the second l
 a clock, copies, cold caches.
 """
 
+import functools
 import math
 import os
 import platform
@@ -50,6 +51,7 @@ def host_name() -> str:
         return _sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
 
 
+@functools.cache
 def computes_bfloat16() -> bool:
     """Return whether the processor multiplies bfloat16 by itself, as far as Linux tells."""
     try:
@@ -57,6 +59,11 @@ def computes_bfloat16() -> bool:
     except OSError:
         return False
     return "avx512_bf16" in text or "amx_bf16" in text
+
+
+def decodes_bfloat16() -> bool:
+    """Return whether decode steps, which wait for memory, are fastest with bfloat16 weights: x86 widens as it reads."""
+    return computes_bfloat16() or platform.machine().lower() in ("x86_64", "amd64")
 
 
 def _sysctl(name: str) -> str | None:

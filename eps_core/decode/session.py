@@ -82,7 +82,7 @@ class Session:
         `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. `verify`, a SpeculativeConfig or
         its mode "tokens", makes every text the dense one: sparse steps then only draft. Everything that can be refused
         is refused here; the weights are read when the decoder is first asked for. dtype auto: as stored, but float32 on
-        a CPU, unless it is bfloat16 that Torch and the CPU multiply natively and nothing is verified; kv_dtype auto: as
+        a CPU, unless it is bfloat16 in Torch, the CPU decodes it faster and nothing is verified; kv_dtype auto: as
         dtype; kv_bits of K and of V, 16: as they are (`config.formats`). `cache_dir` keeps prompts between runs;
         `weights` of decode steps, of `WEIGHT_BITS`."""
         config = config_of(config, settings)
@@ -97,10 +97,10 @@ class Session:
         module = load_backend(backend)
         device = choose_device(module, device)
         if dtype == "auto":
-            native = spec.stored_dtype == "bfloat16" and backend_name(module) == "cuda" and host.computes_bfloat16()
+            short = spec.stored_dtype == "bfloat16" and backend_name(module) == "cuda" and host.decodes_bfloat16()
             # in 16 bits a pass over several tokens rounds otherwise than steps do, and near ties end otherwise
-            native = native and not verify.enabled
-            dtype = spec.stored_dtype if device != "cpu" or native else "float32"
+            short = short and not verify.enabled
+            dtype = spec.stored_dtype if device != "cpu" or short else "float32"
         kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
         named, kernels = kernels != "auto", resolve_kernels(kernels, module.usable_kernels(device), device)
         name = "demo" if model is None else str(model)

@@ -274,27 +274,31 @@ def measure(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = []
+    """Return a column for each run."""
+    lines: dict[str, list[str]] = {}
     for row in rows:
         interval = wilson_interval(row["equal"], row["answers"])
         within = "" if interval is None else " ({:.3f} to {:.3f})".format(*interval)
-        clients = ", ".join(f"{name} {about['version']}" for name, about in row["clients"].items() if about["equal"])
-        lines.append([
-            f"{row['engine']} {row['engine_version']}", row["model"], f"{row['users']} for {row['minutes']:g} min",
-            row["answers"], f"{row['equal'] / row['answers']:.3f}{within}",
-            f"{row['dense_right']}, {row['eps_right']}", f"{row['lost']}, {row['won']}",
-            f"{row['first_token_p50_s']:.1f}, {row['first_token_p95_s']:.1f}",
-            f"{row['answer_p50_s']:.1f}, {row['answer_p95_s']:.1f}",
-            f"{row['server_bytes_second_quarter'] / 2**30:.2f}, {row['server_bytes_last_quarter'] / 2**30:.2f}",
-            row.get("broken_off", 0), f"{row.get('refused', 0)} of {row.get('malformed', 0)}", row.get("failed", 0),
-            clients or "-",
-        ])  # fmt: skip
-    head = [
-        "engine", "model", "users", "answers", "texts equal to dense", "right: dense, EPS", "lost, won",
-        "first token p50, p95, s", "answer p50, p95, s", "memory: second, last quarter, GiB", "broken off",
-        "malformed refused", "failed", "clients that got the same text",
-    ]  # fmt: skip
-    return markdown_table(head, lines)
+        same = ", ".join(f"{name} {about['version']}" for name, about in row["clients"].items() if about["equal"])
+        memory = (row[f"server_bytes_{part}_quarter"] / 2**30 for part in ("second", "last"))
+        shown = {
+            "model, users, minutes": f"{row['model']}, {row['users']}, {row['minutes']:g}",
+            "answers": str(row["answers"]),
+            "texts equal to those without EPS": f"{row['equal'] / row['answers']:.3f}{within}",
+            "look-ups right: without EPS, with it": f"{row['dense_right']}, {row['eps_right']}",
+            "lost, won": f"{row['lost']}, {row['won']}",
+            "seconds to the first piece: p50, p95": f"{row['first_token_p50_s']:.1f}, {row['first_token_p95_s']:.1f}",
+            "seconds to the end: p50, p95": f"{row['answer_p50_s']:.1f}, {row['answer_p95_s']:.1f}",
+            "memory in the second and the last quarter, GiB": "{:.2f}, {:.2f}".format(*memory),
+            "answers broken off": str(row.get("broken_off", 0)),
+            "malformed requests refused": f"{row.get('refused', 0)} of {row.get('malformed', 0)}",
+            "requests that failed": str(row.get("failed", 0)),
+            "clients that got the same text": same or "-",
+        }
+        for name, value in shown.items():
+            lines.setdefault(name, []).append(value)
+    head = ["", *(f"{row['engine']} {row['engine_version']}" for row in rows)]
+    return markdown_table(head, [[name, *values] for name, values in lines.items()])
 
 
 @click.command(help=__doc__)
