@@ -45,8 +45,8 @@ def _attend(ops: Ops, cache: Cache, layer: int, q: Tensor, plan: StepPlan, selec
     if selection is None:
         states = [_attend_all(cache, layer, a[b], table[b], int(lengths[b])) for b in range(batch)]
     else:
-        if selection.uniform is not None:
-            counts = np.repeat(np.asarray(selection.uniform)[:, None], kv_heads, axis=1)
+        if selection.common_counts is not None:
+            counts = np.repeat(np.asarray(selection.common_counts)[:, None], kv_heads, axis=1)
         else:
             counts = selection.counts.cpu().numpy()
         states = [

@@ -214,11 +214,11 @@ def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
     config = plan.config
     first = score(cache, 0, q, plan)
     chosen = select(first, plan)
-    if chosen.uniform is None:
+    if chosen.common_counts is None:
         return {}
     table, lengths = dispatch.kernels.on_device(cache, plan)
     depth = dispatch.depth_of(cache, plan)
-    wanted, width = OPS.on(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
+    wanted, width = OPS.on(cache, chosen.common_counts.astype(np.int32)), max(int(chosen.common_counts.max()), 1)
 
     def estimates() -> Tensor:
         return dispatch.estimates(cache, 0, q, table, lengths, depth, config.selection_config)

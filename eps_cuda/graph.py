@@ -254,15 +254,15 @@ def step(
     # the token of this step is written before it scores; what a draft places gets no summary
     always_selected = plan.num_always_selected_after_write(cache.state[0], finalizes=not draft)
     static = _static(model, cache, plan, sparse=True, draft=draft)
-    uniform = plan.budget(always_selected)
-    if int(uniform.max()) > static.width:
+    common_counts = plan.budget(always_selected)
+    if int(common_counts.max()) > static.width:
         return None
     static.fill(
-        wanted=uniform, rescored=plan.rescored,
+        wanted=common_counts, rescored=plan.rescored,
         cascaded=np.array(plan.cascaded(spec.head_dim), np.int32).reshape(tuple(static.buffers.cascaded.shape)),
     )  # fmt: skip
     outputs = _start(static, model, cache, tokens, slots, plan)
-    counts = np.repeat(uniform[:, None], spec.num_kv_heads, axis=1)
+    counts = np.repeat(common_counts[:, None], spec.num_kv_heads, axis=1)
     kv_bytes, summary_bytes, ends = plan.kv_bytes(spec, int(counts.sum())), plan.summary_bytes(spec), plan.ends
     logits, unread = _finish(static, cache, outputs, len(tokens))
     layers = [LayerStats(counts, ends, always_selected, one, kv_bytes, summary_bytes) for one in unread]
@@ -272,7 +272,7 @@ def step(
         groups, listed, selected_mask = (one.clone() for one in outputs.selected)
         selected_mask = selected_mask[..., : plan.num_groups]
         selections = [
-            Selection(groups[layer], listed[layer], uniform, always_selected, selected_mask=selected_mask[layer])
+            Selection(groups[layer], listed[layer], common_counts, always_selected, selected_mask=selected_mask[layer])
             for layer in range(spec.num_layers)
         ]
     return cache, StepOutput(logits, kv_bytes * spec.num_layers, layers, selections=selections)

@@ -37,15 +37,15 @@ def attend(cache: Cache, layer: int, q: mx.array, plan: StepPlan, selection: Sel
 @kernel_first
 def _attend(ops: Ops, cache: Cache, layer: int, q: mx.array, plan: StepPlan, selection: Selection | None) -> State:
     batch, num_heads, head_dim = q.shape
-    kv_heads = cache.spec.num_kv_heads
-    table, lengths = plan.table, plan.lengths
+    kv_heads, table, lengths = cache.spec.num_kv_heads, plan.table, plan.lengths
+    partial = lengths % cache.cache_config.S > 0  # sequences whose last group is not full
     with mx.stream(cache.stream):
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
         if selection is None:
             states = [_attend_all(cache, layer, a[b], table[b], int(lengths[b])) for b in range(batch)]
-        elif selection.uniform is not None and selection.always_selected[lengths % cache.cache_config.S > 0].all():
+        elif selection.common_counts is not None and selection.always_selected[partial].all():
             # always selected groups hold the open one: every head ends with the same tile
-            states = [_attend_uniform(cache, layer, a[b], selection, plan, b) for b in range(batch)]
+            states = [_attend_equal_counts(cache, layer, a[b], selection, plan, b) for b in range(batch)]
         else:
             states = _attend_ragged(cache, layer, a, selection, table, lengths)
         out, lse = (mx.stack(list(part)) for part in zip(*states, strict=True))
@@ -88,10 +88,10 @@ def _read_units(pool: pages.Pool, units: np.ndarray, tokens: int) -> mx.array:
     return pages.units_of(OPS, pool, units)[:, :, :tokens].astype(mx.float32)
 
 
-def _attend_uniform(cache: Cache, layer: int, a: mx.array, selection: Selection, plan: StepPlan, b: int) -> State:
+def _attend_equal_counts(cache: Cache, layer: int, a: mx.array, selection: Selection, plan: StepPlan, b: int) -> State:
     """Attention of sequence b, a [Hkv, R, D], over equally many groups of each kv head, with the open one last."""
-    assert selection.uniform is not None
-    groups, per_unit = selection.groups[b, :, : int(selection.uniform[b])], cache.cache_config.groups_per_unit
+    assert selection.common_counts is not None
+    groups, per_unit = selection.groups[b, :, : int(selection.common_counts[b])], cache.cache_config.groups_per_unit
     units = mx.take(mx.array(plan.table[b].astype(np.int32)), groups // per_unit)
     rows = (units * cache.spec.num_kv_heads + mx.arange(len(groups))[:, None]) * per_unit + groups % per_unit
     return _attend_places(cache, layer, a, rows, -int(plan.lengths[b]) % cache.cache_config.S)

@@ -219,7 +219,7 @@ def from_hub(model: Model, folder: Path) -> None:
                 model.repository, revision=info.sha, allow_patterns=sorted(files), local_dir=folder,
                 etag_timeout=HUB_SECONDS,
             )  # fmt: skip
-    except Exception as error:  # HTTP errors, gates, timeouts: no common class
+    except Exception as error:  # HTTP errors, refusals, timeouts: no common class
         raise NoSource(one_line(error)) from error
     shutil.rmtree(folder / ".cache", ignore_errors=True)  # of the download
 

@@ -60,7 +60,7 @@ LEFT_OUT = {
         "test_cli.py::test_info_counts_memory_*",
         "test_cli.py::test_the_demo_answers_its_needle_*",
         "test_compile.py::test_what_was_compiled_*",
-        "test_cost.py::test_run_gates_from_where_it_pays*",
+        "test_cost.py::test_run_is_sparse_from_where_it_pays*",
         "test_cpu_kernels.py::test_a_cpu_without_permutations*",
         "test_cpu_kernels.py::test_a_forked_child_*",
         "test_cpu_kernels.py::test_benchmarks_need_no_numba*",

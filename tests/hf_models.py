@@ -1,4 +1,4 @@
-"""Tiny random models of the families that the transformers hook gates, and what its tests do with them."""
+"""Tiny random models of the families that the transformers hook makes sparse, and what its tests do with them."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", GEMMA3 | {"head_dim": 32, "query_pre_attn_scalar": 11}),
     "phi3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": None}),
 }  # fmt: skip
-GATED = {name: (1, 3) if name == "gemma3" else (0, 1) for name in FAMILIES}
+SPARSE = {name: (1, 3) if name == "gemma3" else (0, 1) for name in FAMILIES}
 SMALL = {"num_sink_tokens": 4, "num_recent_tokens": 8}
 RQ = EpsConfig.of("rq", budget=0.2, **SMALL)
 WHOLE = EpsConfig.of("rq", budget=1.0, **SMALL)

@@ -12,7 +12,7 @@ import pytest
 from test_conformance import Case, FilledCase, eps
 
 from eps_core import reference
-from eps_core.attention import layer as gate
+from eps_core.attention import layer as attention_layer
 from eps_core.config.eps import EpsConfig
 from eps_core.reference.scoring import selection_mask
 
@@ -99,7 +99,7 @@ def check(module: Any, backend: Any, device: str, config: EpsConfig) -> None:
 @pytest.mark.kernels("numba")
 @pytest.mark.parametrize("name", CASES)
 def test_the_layer_is_its_parts_in_order(target, name):
-    check(gate, *target, CASES[name])
+    check(attention_layer, *target, CASES[name])
 
 
 WRONG = {
@@ -163,7 +163,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_pipeline_fails(name, monkeypatch):
-    source = Path(gate.__file__).read_text()
+    source = Path(attention_layer.__file__).read_text()
     for old, new in zip(WRONG[name][::2], WRONG[name][1::2], strict=True):
         assert source.count(old) == 1, f"{old!r} is not there once: the mutant tests nothing"
         source = source.replace(old, new)

@@ -32,7 +32,7 @@ CONFIGS = {
     "union": eps("box", scope="union"),
     "strict": eps("ball", strict=True, epsilon=0.3),
     "bound-bits": eps("jl", bound_bits=8, strict=True, epsilon=0.3),
-    "modes": eps("box", head_modes=(("dense", "dense"), ("window", "gate"))),
+    "modes": eps("box", head_modes=(("dense", "dense"), ("window", "sparse"))),
 }
 
 

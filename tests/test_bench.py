@@ -179,7 +179,7 @@ def everything(plan: StepPlan) -> StepPlan:
 
 
 @pytest.mark.parametrize("backend", REQUESTED)
-def test_a_gate_that_does_not_gate_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_a_step_that_skips_nothing_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     module, args = load_backend(backend), (*TINY, "--backend", backend, "--device", "cpu", "--method", "box@16")
     attend, select = module.attend, module.select
     with monkeypatch.context() as patch:
@@ -187,7 +187,7 @@ def test_a_gate_that_does_not_gate_is_not_timed(bench: Bench, monkeypatch: pytes
         bench.refused("against float64 attention over the same groups", *args)
     with monkeypatch.context() as patch:
         patch.setattr(module, "select", lambda scores, plan, layer=0: select(scores, everything(plan), layer))
-        bench.refused("the gate was not active: it selects all 16 groups", *args)
+        bench.refused("attention was not sparse: it selects all 16 groups", *args)
     calls = 0
 
     def dense_after_a_while(cache, layer, q, plan, selection):
@@ -327,7 +327,7 @@ def test_few_groups_hold_most_of_the_mass() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--method", "off"), "method off gates nothing"),
+        (("--method", "off"), "method off is dense"),
         (("--method", "magic"), "method 'magic' is unknown: choose among off, jl"),
         (("--method", "rq@x"), "'rq@x' has no group size in tokens"),
         (("--method", "rq@3"), "a group of 3 tokens neither divides the page"),
@@ -348,7 +348,7 @@ def test_few_groups_hold_most_of_the_mass() -> None:
         (("--device", "mps"), "device mps is not there"),
         (("--output", "/nowhere/at/all.jsonl"), "there is no directory"),
         (("--plot", "/nowhere/at/all"), "there is no directory"),
-        (("--context", "16", "--fraction", "0.5"), "the gate was not active"),
+        (("--context", "16", "--fraction", "0.5"), "attention was not sparse"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -387,7 +387,7 @@ def test_the_headline_is_a_checked_step_beside_the_fastest_dense(monkeypatch: py
     assert given[0][:2] == (0, 2) and given[-1][:2] == (2, 2)
 
     def wrong(*args: Any, **more: Any) -> Any:
-        raise layer_module.GateError("nothing was skipped")
+        raise layer_module.CheckError("nothing was skipped")
 
     monkeypatch.setattr(layer_module, "check_sparse", wrong)
     with pytest.raises(ConfigError, match="nothing was skipped"):

@@ -75,7 +75,7 @@ def test_the_plan_counts_gathered_tiles(target, counter, name, dtype):
     backend.attend(one.cache, 0, one.native, one.plan, selected)
     expected = num_selected * case.config.cache_config.S * case.spec.kv_token_bytes
     assert counter.gathered == one.plan.kv_bytes(case.spec, num_selected) == expected
-    # dense reads every token once, so a gate that skipped nothing could not pass for one
+    # dense reads every token once, so sparse attention that skipped nothing could not pass for one
     assert expected < 187 * 2 * case.spec.kv_token_bytes
 
 

@@ -59,7 +59,7 @@ def test_built_heads_are_told_apart() -> None:
     # 8 tokens are 2 groups of 100; what is spread evenly takes 99 of them
     assert found.needed[1] == pytest.approx(0.02) and found.needed[2] == pytest.approx(0.99, abs=0.011)
     classes = (("streaming", "retrieval"), ("retrieval", "retrieval"))
-    assert modes_of(classes, (1,)) == (("dense", "gate"), ("dense", "dense"))
+    assert modes_of(classes, (1,)) == (("dense", "sparse"), ("dense", "dense"))
 
 
 def test_curves_rise_to_one_and_follow_the_oracle() -> None:
@@ -142,7 +142,7 @@ def test_a_policy_of_the_demo_model(policy_file: Path) -> None:
     assert config.selection_config.head_modes == modes and np.shape(modes) == (4, 2)
     for layer, (classes, mine) in enumerate(zip(policy.classes, modes, strict=True)):
         for kind, mode in zip(classes, mine, strict=True):
-            assert mode == ("gate" if kind == "retrieval" and layer not in policy.dense_layers else "dense")
+            assert mode == ("sparse" if kind == "retrieval" and layer not in policy.dense_layers else "dense")
     assert EpsConfig.from_dict(policy.settings["config"]) == CONFIG
     again = policy_file.parent / "again.json"
     calibrate(request(again), io.StringIO())
@@ -150,6 +150,12 @@ def test_a_policy_of_the_demo_model(policy_file: Path) -> None:
     write_policy(again, policy)
     assert again.read_bytes() == policy_file.read_bytes()
     assert len(list(policy_file.parent.iterdir())) == 2
+
+
+def test_a_policy_with_the_former_name_of_sparse_is_read(policy_file: Path, tmp_path: Path) -> None:
+    text = policy_file.read_text()
+    (tmp_path / "old.json").write_text(text.replace('"sparse"', '"gate"'))
+    assert '"sparse"' in text and load_policy(tmp_path / "old.json") == load_policy(policy_file)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +183,7 @@ def test_a_policy_of_another_model_is_refused(policy_file: Path, tmp_path: Path)
         check_policy(policy, tiny, read_spec(tiny))
     other = tiny_models.save_model("qwen2-tied", tmp_path / "other", seed=1)
     assert model_fingerprint(tiny) != model_fingerprint(other)
-    grid = (("gate", "gate"),) * 2
+    grid = (("sparse", "sparse"),) * 2
     mine = replace(policy, num_layers=2, head_dim=16, fingerprint=model_fingerprint(other), head_modes=grid)
     check_policy(mine, other, read_spec(other))
     with pytest.raises(ConfigError, match="another model"):

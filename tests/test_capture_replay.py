@@ -47,7 +47,7 @@ LIVE = {
     "fd-union": EpsConfig.of(method="fd", scope="union", group_size=16, **SMALL),
     "moments-strict": EpsConfig.of(method="moments", strict=True, epsilon=0.3, **SMALL),
     "rq-heads": EpsConfig.of(
-        method="rq", head_modes=(("gate", "dense"), ("dense", "dense"), ("gate", "window"), ("gate", "gate")), **SMALL
+        "rq", head_modes=(("sparse", "dense"), ("dense", "dense"), ("sparse", "window"), ("sparse",) * 2), **SMALL
     ),
     "below-min-context": EpsConfig.of(method="ball", min_context=CONTEXT + 3, **SMALL),
 }
@@ -305,8 +305,8 @@ def test_commands_capture_and_replay(tmp_path: Path) -> None:
     outputs = []
     for name in ("a", "b"):
         path = tmp_path / f"{name}.safetensors"
-        gate = ["--eps-method", "box", "--eps-budget", 0.5]
-        found = last(outcome([*map(str, ("capture", *common, *gate, "-o", path))], tmp_path))
+        flags = ["--eps-method", "box", "--eps-budget", 0.5]
+        found = last(outcome([*map(str, ("capture", *common, *flags, "-o", path))], tmp_path))
         assert found["layers"] == [0, 3] and found["config"]["method"] == "box"
         assert found["bytes"] == path.stat().st_size
         shutil.move(path, tmp_path / "c.safetensors")
@@ -342,6 +342,6 @@ def test_a_failed_write_leaves_nothing(dense: Capture, tmp_path: Path) -> None:
 
 
 def test_head_modes_of_another_shape_are_refused(dense: Capture) -> None:
-    config = EpsConfig.of(method="rq", head_modes=(("gate",),))
+    config = EpsConfig.of(method="rq", head_modes=(("sparse",),))
     with pytest.raises(ConfigError, match="1 layers x 1 kv heads"):
         judged(dense, config)

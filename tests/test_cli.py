@@ -72,7 +72,7 @@ def run(model: Path, tmp_path: Path) -> Any:
     return start
 
 
-def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
+def test_sparse_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
     metrics, table = tmp_path / "m.jsonl", tmp_path / "m.csv"
     (tmp_path / "prompt.txt").write_text(PROMPT)
     done = call(

@@ -215,7 +215,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         shard.write_bytes(data[:header] + b"\xc0\x7f" * ((len(data) - header) // 2))  # bfloat16 NaN
     heads = (((1.0,),) * 2,) * 4, ((0.5,) * 2,) * 4, ((0.5,) * 2,) * 4
     policy = HeadPolicy(
-        1, "other", "00", 4, 2, 64, {}, (1.0,), *heads, (("retrieval",) * 2,) * 4, (), (("gate",) * 2,) * 4
+        1, "other", "00", 4, 2, 64, {}, (1.0,), *heads, (("retrieval",) * 2,) * 4, (), (("sparse",) * 2,) * 4
     )
     write_policy(root / "POLICY", policy)
     (root / "FILE").write_text("x")

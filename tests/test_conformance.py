@@ -317,7 +317,7 @@ def test_backend_follows_the_oracle(target, case):
     wanted = reference.select(own, plan)
     check_selection(backend, selected, wanted)
     assert wanted.counts.min() >= 1
-    assert (selected.wanted is None) == (case.config.selection_config.scope == "kv-head")
+    assert (selected.counts_before_union is None) == (case.config.selection_config.scope == "kv-head")
     skipped = backend.to_numpy(backend.skipped_mass(scores, selected))
     assert np.allclose(skipped, reference.skipped_mass(own, wanted), atol=1e-4)
     one.attended(selected)
@@ -363,9 +363,9 @@ def scores_on_host(backend, scores: Scores) -> Scores:
 
 
 def selection_on_host(backend, selected: Selection) -> Selection:
-    wanted = None if selected.wanted is None else backend.to_numpy(selected.wanted)
+    wanted = None if selected.counts_before_union is None else backend.to_numpy(selected.counts_before_union)
     groups, counts = backend.to_numpy(selected.groups), backend.to_numpy(selected.counts)
-    return replace(selected, groups=groups, counts=counts, wanted=wanted)
+    return replace(selected, groups=groups, counts=counts, counts_before_union=wanted)
 
 
 def selection_mask(backend, selected: Selection, num_groups: int) -> np.ndarray:
@@ -387,11 +387,11 @@ def check_selection(backend, selected: Selection, wanted: Selection) -> None:
         got, padding = np.split(groups[b, head], [counts[b, head]])
         assert got.tolist() == wanted.groups[b, head, : counts[b, head]].tolist() and (padding == -1).all()
     assert (selected.always_selected == wanted.always_selected).all()
-    assert (selected.wanted is None) == (wanted.wanted is None)
-    if selected.wanted is not None:
-        assert (backend.to_numpy(selected.wanted) == wanted.wanted).all()
-    if selected.uniform is not None:
-        assert (counts == np.asarray(selected.uniform)[:, None]).all()
+    assert (selected.counts_before_union is None) == (wanted.counts_before_union is None)
+    if selected.counts_before_union is not None:
+        assert (backend.to_numpy(selected.counts_before_union) == wanted.counts_before_union).all()
+    if selected.common_counts is not None:
+        assert (counts == np.asarray(selected.common_counts)[:, None]).all()
 
 
 def check_certificate(one: FilledCase, scores, selected, state) -> tuple[np.ndarray, np.ndarray]:
@@ -421,11 +421,11 @@ def check_escalation(backend, config: EpsConfig, own: Scores, selected, lse, ext
     num_groups = own.estimate.shape[2]
     before, added, after = (selection_mask(backend, part, num_groups) for part in (selected, extra, whole))
     assert not (before & added).any() and ((before | added) == after).all()
-    assert extra.uniform is None and extra.wanted is None and not extra.always_selected.any()
-    assert whole.uniform is None and (whole.always_selected == selected.always_selected).all()
-    assert (whole.wanted is None) == (config.selection_config.scope == "kv-head")
-    if whole.wanted is not None:
-        assert (backend.to_numpy(whole.wanted) == backend.to_numpy(selected.wanted)).all()
+    assert extra.common_counts is None and extra.counts_before_union is None and not extra.always_selected.any()
+    assert whole.common_counts is None and (whole.always_selected == selected.always_selected).all()
+    assert (whole.counts_before_union is None) == (config.selection_config.scope == "kv-head")
+    if whole.counts_before_union is not None:
+        assert (backend.to_numpy(whole.counts_before_union) == backend.to_numpy(selected.counts_before_union)).all()
     want, _ = reference.extend_selection(
         config.selection_config, own, selection_on_host(backend, selected), lse.astype(np.float64)
     )
@@ -656,7 +656,7 @@ def test_largest_key_and_value_outlive_reuse(target):
         assert backend.new_cache(spec, eps(method).cache_config, device).largest_key == []
 
 
-MODES = (("gate", "dense", "window"), ("window", "gate", "gate"), ("dense",) * 3, ("gate",) * 3)
+MODES = (("sparse", "dense", "window"), ("window", "sparse", "sparse"), ("dense",) * 3, ("sparse",) * 3)
 
 
 def test_head_modes_follow_the_oracle(target):
@@ -674,13 +674,13 @@ def test_head_modes_follow_the_oracle(target):
         one = FilledCase(backend, device, case, 11)
         scores = backend.score(one.cache, 0, one.native, one.plan)
         own, num_groups = scores_on_host(backend, scores), scores.estimate.shape[2]
-        plan, ungated = (place(each, one.lengths, num_groups) for each in (config, config.replace(head_modes=None)))
-        plain = selection_mask(backend, backend.select(scores, ungated), num_groups)
+        plan, without = (place(each, one.lengths, num_groups) for each in (config, config.replace(head_modes=None)))
+        plain = selection_mask(backend, backend.select(scores, without), num_groups)
         for layer, modes in enumerate(MODES):
             selected = backend.select(scores, plan, layer)
             check_selection(backend, selected, reference.select(own, plan, layer))
-            if set(modes) != {"gate"}:
-                assert selected.uniform is None
+            if set(modes) != {"sparse"}:
+                assert selected.common_counts is None
             one.attended(selected)
             if config.selection_config.scope == "union":
                 continue
@@ -688,7 +688,7 @@ def test_head_modes_follow_the_oracle(target):
             for head, mode in enumerate(modes):
                 for b, length in enumerate(one.lengths.tolist()):
                     groups, always_selected = -(-length // config.cache_config.S), int(selected.always_selected[b])
-                    if mode == "gate":
+                    if mode == "sparse":
                         assert (selected_mask[b, head] == plain[b, head]).all()
                     else:
                         assert selected_mask[b, head].sum() == (groups if mode == "dense" else max(always_selected, 1))
@@ -993,8 +993,8 @@ class Decoding:
         units, offsets = np.divmod(positions, self.config.cache_config.unit_tokens)
         return self.table[b, units] * self.config.cache_config.unit_tokens + offsets
 
-    def step(self, gate: bool = True, audit: bool = False, config: EpsConfig | None = None):
-        read = (config or self.config).selection_config if gate else None
+    def step(self, sparse: bool = True, audit: bool = False, config: EpsConfig | None = None):
+        read = (config or self.config).selection_config if sparse else None
         slots = np.concatenate([self._slots(b, self.lengths[b : b + 1]) for b in range(2)])
         tokens = self.tokens[[0, 1], self.lengths]
         self.lengths = self.lengths + 1
@@ -1024,7 +1024,7 @@ def test_tap_sees_every_query(target, tiny_path):
     want.listen()
     run.step()
     want.step()
-    run.step(gate=False)
+    run.step(sparse=False)
     run.step(audit=True)  # whose dense pass is nobody's query
     assert [layer for layer, _ in run.queries] == [0, 1] * 3
     assert all(q.shape == (2, 4, run.spec.head_dim) for _, q in run.queries)
@@ -1034,14 +1034,14 @@ def test_tap_sees_every_query(target, tiny_path):
 
 
 @pytest.mark.parametrize("method", ["moments", "rq", "box"])
-def test_ungated_step_equals_method_off(target, tiny_path, method):
+def test_dense_step_equals_method_off(target, tiny_path, method):
     """Bit for bit, and the summaries follow all the same: the next sparse step knows every full group."""
     # in units of the same size, by which dense attention may sum
     config = sparse(method)
     unsummarised = EpsConfig.of(block_size=config.cache_config.unit_tokens)
     run, off = (Decoding(target, tiny_path, each) for each in (config, unsummarised))
     for _ in range(STEPS - 1):
-        output, want = run.step(gate=False), off.step()
+        output, want = run.step(sparse=False), off.step()
         assert np.array_equal(output.logits, want.logits) and output.layers == [] and output.fallbacks == {}
         assert output.kv_bytes_read == want.kv_bytes_read > 0
     run.listen()

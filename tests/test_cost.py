@@ -59,7 +59,7 @@ def test_measures_every_backend_once_and_keeps_it(target, monkeypatch) -> None:
         cost_of(backend, device, "auto", SPEC, 2, CONFIG, 2048)
 
 
-def test_what_is_timed_is_gated_although_the_config_says_dense(target, monkeypatch) -> None:
+def test_what_is_timed_is_sparse_although_the_config_says_dense(target, monkeypatch) -> None:
     backend, device = target
     selections = []
 
@@ -79,7 +79,7 @@ def test_what_is_timed_is_gated_although_the_config_says_dense(target, monkeypat
         2048,
     )
     assert len(selections) == 2 * (2 + cost.ROUNDS)
-    assert all(int(np.asarray(s.uniform).max()) < 128 for s in selections)  # of 128 and 256 groups
+    assert all(int(np.asarray(s.common_counts).max()) < 128 for s in selections)  # of 128 and 256 groups
 
 
 def test_a_store_that_cannot_be_written_is_no_error(target, monkeypatch, tmp_path) -> None:
@@ -97,7 +97,7 @@ def paying(pays_from: int | None) -> Cost:
 
 
 @pytest.mark.parametrize(("pays_from", "dense"), [(None, True), (10_240, True), (256, False)])
-def test_run_gates_from_where_it_pays(monkeypatch, pays_from: int | None, dense: bool) -> None:
+def test_run_is_sparse_from_where_it_pays(monkeypatch, pays_from: int | None, dense: bool) -> None:
     monkeypatch.setattr("eps_core.evaluation.compare.cost_of", lambda *a: (paying(pays_from), False))
     flags = ["--backend", "cuda", "--eps-method", "rq", "--eps-min-context", "auto", "--max-new-tokens", "2"]
     done = CliRunner().invoke(cli, ["run", *flags, "--prompt", "It was a dark and stormy night. " * 50])

@@ -16,7 +16,7 @@ from test_conformance import Case, FilledCase, eps
 from test_cpu_kernels import filled, kernels_of, torch_parallel, writable
 from test_cpu_kernels import several_threads as several_threads
 
-from eps_core.attention import layer as gate
+from eps_core.attention import layer as attention_layer
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu import calls, fused, openmp
 from eps_core.cpu import threads as threads_cpu
@@ -36,7 +36,7 @@ CASES = [
     Case((400, 129), eps("rq", group_size=2, correction_tokens=192, block_size=64), kind="ties"),
     Case((100, 37), eps("rq", group_size=2)),  # one full unit, and none
     Case((290, 41), eps("rq", group_size=2, min_context=100, top_pages=29)),
-    Case((300, 80), eps("rq", group_size=2, head_modes=(("gate", "gate"),))),
+    Case((300, 80), eps("rq", group_size=2, head_modes=(("sparse", "sparse"),))),
     Case((700, 300), EpsConfig.of(method="rq", budget=0.1), num_heads=14, num_kv_heads=2, head_dim=64),
 ]
 SUMMED = Case(
@@ -50,7 +50,7 @@ REFUSED = [
     Case((150,), eps("meanstd")),  # no kernel scores it
     Case((150,), eps("rq", group_size=2, policy="threshold", top_pages=9)),
     Case((150,), eps("rq", group_size=2, scope="union")),
-    Case((150,), eps("rq", group_size=2, head_modes=(("gate", "window"),))),
+    Case((150,), eps("rq", group_size=2, head_modes=(("sparse", "window"),))),
     Case((300,), eps("rq", mean_tokens=32, group_size=4, cascade=(0.25,))),  # groups that fill no register
     Case((150,), eps("jl")),  # no kernel scores it
 ]
@@ -77,7 +77,7 @@ def found(backend, out, lse, read_lse, selection, skipped) -> dict[str, np.ndarr
     arrays = {"out": out, "lse": lse, "read lse": read_lse, "skipped": skipped}
     arrays |= {"groups": selection.groups, "counts": selection.counts, "visit": selection.selected_mask}
     host = {name: backend.to_numpy(array) for name, array in arrays.items()}
-    return host | {"uniform": selection.uniform, "always_selected": selection.always_selected}
+    return host | {"common_counts": selection.common_counts, "always_selected": selection.always_selected}
 
 
 def at_once(backend, s: FilledCase, plan: StepPlan | None = None) -> dict[str, np.ndarray]:
@@ -113,7 +113,7 @@ def test_a_query_of_another_shape_is_refused(backend, heads, head_dim):
     s = filled(backend, CASES[0])
     q = backend.from_numpy(np.ones((2, heads, head_dim), np.float32), "float32", "cpu")
     with pytest.raises(ValueError, match=f"q has {heads} heads of {head_dim}"):
-        gate.sparse_attention(backend, s.cache, 0, q, s.plan)
+        attention_layer.sparse_attention(backend, s.cache, 0, q, s.plan)
 
 
 def test_views_end_with_what_they_show():
@@ -149,7 +149,7 @@ def test_codes_that_kernels_do_not_read_are_left_to_the_parts(backend):
     assert kernel.unsupported(odd, 0, None, plan) == "K in fp8 and V in 8"
 
 
-def test_gated_layers_take_it(backend):
+def test_sparse_layers_take_it(backend):
     """`sparse_attention` asks no part for what one kernel does, timed or not."""
     s, asked = filled(backend, CASES[0]), list[str]()
     wanted = by_parts(backend, s)
@@ -163,8 +163,8 @@ def test_gated_layers_take_it(backend):
 
     def taken(**how) -> list[str]:
         asked.clear()
-        out, read = gate.sparse_attention(own, s.cache, 0, s.native, s.plan, **how)
-        (stats,), (out, lse) = gate.collect(own, s.cache, [read], out, read.lse)
+        out, read = attention_layer.sparse_attention(own, s.cache, 0, s.native, s.plan, **how)
+        (stats,), (out, lse) = attention_layer.collect(own, s.cache, [read], out, read.lse)
         got = {"out": out, "lse": lse, "counts": stats.counts, "skipped": stats.skipped_mass}
         got["always_selected"] = stats.always_selected
         check_same(got, {name: wanted[name] for name in got})
@@ -190,7 +190,9 @@ def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
 
     monkeypatch.setattr(module, "run", run)
     seconds = iter([5.0, 6.0])
-    _, read = gate.sparse_attention(backend, s.cache, 0, s.native, s.plan, clock=lambda cache, *arrays: next(seconds))
+    _, read = attention_layer.sparse_attention(
+        backend, s.cache, 0, s.native, s.plan, clock=lambda cache, *arrays: next(seconds)
+    )
     assert read.stats.prepass_ms == pytest.approx(200) and read.stats.attention_ms == pytest.approx(800)
 
 

@@ -120,7 +120,7 @@ POLICY = {
     "format_version": 1, "model": "demo", "fingerprint": model_fingerprint(DEMO_MODEL), "num_layers": 4,
     "num_kv_heads": 2, "head_dim": 64, "settings": {}, "fractions": [0.5, 1.0], "curves": [[[0.4, 1.0]] * 2] * 4,
     "fraction_needed": [[0.5] * 2] * 4, "outside_share": [[0.5] * 2] * 4, "classes": [["retrieval"] * 2] * 4,
-    "dense_layers": [1], "head_modes": [["gate"] * 2, ["dense"] * 2, ["gate"] * 2, ["gate"] * 2],
+    "dense_layers": [1], "head_modes": [["sparse"] * 2, ["dense"] * 2, ["sparse"] * 2, ["sparse"] * 2],
 }  # fmt: skip
 GRID = {
     "context": [1024, 2048], "method": ["rq", "box", "jl"], "budget": [0.1, 0.2], "strict": False, "heads": "all",

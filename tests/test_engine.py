@@ -1,4 +1,4 @@
-"""What the hooks of all engines share: a pool that grows and goes back, the gate's call with fallbacks, settings."""
+"""What the hooks of all engines share: a pool that grows and goes back, sparse attention with fallbacks, settings."""
 
 import json
 import logging
@@ -183,7 +183,7 @@ def test_what_would_be_read_whole_is_the_engines_own_attention() -> None:
 
 def test_what_the_config_leaves_dense_is_counted_by_reason() -> None:
     one = Layers()
-    one.sparse.config = RQ.replace(min_context=402, head_modes=(("dense", "dense"), ("gate", "gate")))
+    one.sparse.config = RQ.replace(min_context=402, head_modes=(("dense", "dense"), ("sparse", "sparse")))
     for _ in range(3):  # of 401, 402, 403 tokens
         one.step()
     assert one.sparse.stats()["fallbacks"] == {"min_context": 2, "dense_layer": 3}
@@ -291,21 +291,21 @@ def test_the_plan_says_which_layers_are_left_and_why() -> None:
     plan = Plan.of(["sliding window", None, None, "sliding window", "sliding window", "sinks"])
     assert plan.sparse == (1, 2)
     line = plan.line(RQ)
-    assert line.startswith("eps: rq") and "gates 2 of 6 layers" in line
+    assert line.startswith("eps: rq") and "sparse in 2 of 6 layers" in line
     assert line.endswith("left dense: sliding window (0 3-4), sinks (5)")
-    with pytest.raises(ConfigError, match="nothing to gate"):
+    with pytest.raises(ConfigError, match="no layer of this model can be sparse"):
         Plan.of(["sliding window"] * 3)
 
 
-MODES = (("gate", "gate"), ("dense", "gate"), ("gate", "dense"))  # of three layers, two of which are sparse
+MODES = (("sparse", "sparse"), ("dense", "sparse"), ("sparse", "dense"))  # of three layers, two of which are sparse
 
 
-def test_head_modes_are_those_of_the_gated_layers() -> None:
+def test_head_modes_are_those_of_the_sparse_layers() -> None:
     plan = Plan((0, 2), {1: "sliding window"})
     assert plan.of_sparse(RQ) is RQ
     mapped = plan.of_sparse(RQ.replace(head_modes=MODES))
     assert mapped.selection_config.head_modes == (MODES[0], MODES[2]) and plan.of_sparse(mapped) is mapped
-    with pytest.raises(ConfigError, match="head modes of 4 layers do not fit this model of 3, of which EPS gates 2"):
+    with pytest.raises(ConfigError, match="head modes of 4 layers do not fit this model of 3, of which 2 are sparse"):
         plan.of_sparse(RQ.replace(head_modes=(*MODES, MODES[0])))
     one = SparseAttention(load_backend("numpy"), RQ.replace(head_modes=MODES), plan)
     assert one.config == mapped
@@ -314,7 +314,7 @@ def test_head_modes_are_those_of_the_gated_layers() -> None:
     with pytest.raises(ConfigError, match="head modes of 2 kv heads do not fit layers of 4"):
         one.fits(4)
     with pytest.raises(ConfigError, match="head modes of 1 kv heads do not fit layers of 4"):
-        one.config = RQ.replace(head_modes=(("dense",), ("gate",)))
+        one.config = RQ.replace(head_modes=(("dense",), ("sparse",)))
 
 
 # ---- settings ----

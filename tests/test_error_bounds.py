@@ -37,7 +37,7 @@ from experiments.bounds.bounds import (
     make_keys,
     run_bounds,
     run_capture,
-    run_gate,
+    run_sparse,
     variant_name,
 )
 from experiments.bounds.truth import Filled
@@ -83,7 +83,7 @@ def test_everything_claimed_holds(target, variant, dtype, bits, size, head_dim, 
     bits = bits if all(fault(name, head_dim) is None for name in bits) else (8, "fp8")
     drawn = Trial(variant, dtype, size, head_dim, 8, 4, 2, seed, kv_heads, bits)
     bounds = run_bounds(*target, drawn) if drawn.config().cache_config.own_bounds else {}
-    for tally in (bounds | run_gate(*target, drawn)).values():
+    for tally in (bounds | run_sparse(*target, drawn)).values():
         assert tally.checks > 0 and tally.violations == 0, tally
 
 
@@ -94,7 +94,7 @@ def test_codes_of_single_keys_certify_and_bind_strict_mode(target, variant):
     for seed in range(6):
         size, dtype = (1, 2, 4, 16)[seed % 4], CACHE_DTYPES[seed % 3]
         repeat = 2 if target[0].__name__ == "eps_core.reference" else 8
-        for kind, tally in run_gate(*target, Trial(variant, dtype, size, 32, 8, repeat, 3, seed)).items():
+        for kind, tally in run_sparse(*target, Trial(variant, dtype, size, 32, 8, repeat, 3, seed)).items():
             assert tally.checks > 0 and tally.violations == 0, (seed, kind, tally)
             if kind == "share":
                 total.add(tally)
@@ -165,7 +165,7 @@ def test_a_certified_share_near_one_is_not_rounded_down(target):
     variant = {"method": "rq", "rq_bounds": True, "mean_tokens": 64}
     repeat, sequences = (4, 2) if is_oracle(target[0]) else (64, 8)
     drawn = Trial(variant, "float16", 128, 80, 96, repeat, sequences, 835202398)
-    assert run_gate(*target, drawn)["share"].violations == 0
+    assert run_sparse(*target, drawn)["share"].violations == 0
 
 
 @pytest.mark.parametrize("scope", ["kv-head", "union"])

@@ -263,7 +263,7 @@ def test_a_family_that_an_engine_supports_names_the_engine(family: str, says: st
     assert_refused(lambda: Session.open(path, "numpy"), f"model_type {family!r}", families, says)
 
 
-def test_families_of_engines_are_those_that_tests_gate() -> None:
+def test_families_of_engines_are_those_that_are_tested() -> None:
     tested = {hf_models.tiny_config(name).model_type for name in hf_models.FAMILIES}
     assert tested - set(FAMILIES) == set(ENGINE_FAMILIES["transformers"])
     assert (set(mlx_lm_models.FAMILIES) | {"lfm2"}) - set(FAMILIES) == set(ENGINE_FAMILIES["mlx-lm"])

@@ -244,7 +244,7 @@ def test_batching_changes_no_token_on_any_backend(target: tuple, model: Path, sa
         assert record.pages_skipped > 0 and record.bytes_kv_read_est < record.bytes_kv_dense
 
 
-def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model: Path) -> None:
+def test_kl_is_of_sparse_from_dense_along_the_dense_tokens(model: Path) -> None:
     """--kl against the sum written out, in a run whose own tokens leave the dense ones early."""
     config = EpsConfig.of(method="meanstd", group_size=16, budget=0.1, num_sink_tokens=0, num_recent_tokens=16)
     text = "It was a dark and stormy night; the rain fell in torrents. " * 5

@@ -1,4 +1,4 @@
-"""EPS inside mlx-lm: with everything visited its own logits bit for bit, and sparse what a gate of our own reads; its
+"""EPS inside mlx-lm: with everything visited its own logits bit for bit, and sparse what our own decoder reads; its
 batches, chunks and families. Caches' lives are in test_hook_mlx_lm_caches.py, the engine in test_hook_mlx_lm_engine.py.
 """
 
@@ -95,7 +95,7 @@ def test_a_continuous_batch_of_unequal_prompts_is_mlx_lms_own(family: str, dtype
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_gates_own_attention_over_everything_is_the_familys_to_rounding(family: str) -> None:
+def test_the_attention_of_eps_over_everything_is_the_familys_to_rounding(family: str) -> None:
     """All is always selected and nothing is within the budget, so EPS attends: scale, heads and order are right."""
     model = tiny(family)
     prompt, tokens = mx.array(prompts(300, 300)), mx.array(prompts(5, 5, seed=1))
@@ -120,7 +120,7 @@ def test_off_touches_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_gated_batch_reads_what_each_prompt_reads_alone(family: str) -> None:
+def test_a_sparse_batch_reads_what_each_prompt_reads_alone(family: str) -> None:
     model, differ = tiny(family), 0
     first, later = prompts(300, 97, 203, 2), prompts(1, 64, seed=1)
     with eps(model, **SMALL, budget=0.2) as sparse:
@@ -140,7 +140,7 @@ def test_a_gated_batch_reads_what_each_prompt_reads_alone(family: str) -> None:
 def test_head_modes_are_the_models_layers(tmp_path: Path) -> None:
     """Of four layers every other one is sparse, and of those the first alone reads less."""
     model = tiny("gemma3_text", num_hidden_layers=4)
-    modes = (("window", "window"), ("gate", "gate"), ("window", "window"), ("dense", "dense"))
+    modes = (("window", "window"), ("sparse", "sparse"), ("window", "window"), ("dense", "dense"))
     hook = Hook(model, Settings.of({**SMALL, "budget": 0.2, "head_modes": modes}), keep_lists=True)
     try:
         alone(model, *prompts(300), 1)
@@ -150,7 +150,7 @@ def test_head_modes_are_the_models_layers(tmp_path: Path) -> None:
         hook.close()
     for _ in range(2):  # the metrics file is free again
         with pytest.raises(ConfigError, match="head modes of 1 kv heads"):
-            eps(model, **SMALL, head_modes=(("gate",),) * 4, metrics=tmp_path / "steps.jsonl").__enter__()
+            eps(model, **SMALL, head_modes=(("sparse",),) * 4, metrics=tmp_path / "steps.jsonl").__enter__()
     assert base.scaled_dot_product_attention is STOCK
 
 
@@ -310,7 +310,7 @@ def test_an_exception_inside_eps_attends_densely_counts_and_is_told_once(
         assert not mx.array_equal(plain[1], alone(model, prompt)[1])  # and on it goes
 
 
-def test_a_summary_that_fails_leaves_k_and_v_and_nothing_is_gated_from_then_on(
+def test_a_summary_that_fails_leaves_k_and_v_and_nothing_is_sparse_from_then_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from eps_core.backend import cache as eps_cache
@@ -386,7 +386,7 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_cannot_be_gated_is_refused_by_name(name: str) -> None:
+def test_what_cannot_be_sparse_is_refused_by_name(name: str) -> None:
     family, more, message = ODD[name]
     model = tiny(family, **more)
     with pytest.raises(ConfigError, match=message):
@@ -397,7 +397,7 @@ def test_what_cannot_be_gated_is_refused_by_name(name: str) -> None:
 def test_layers_that_slide_are_named_in_the_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with eps(tiny("gemma3_text", num_hidden_layers=5, sliding_window_pattern=3), **SMALL) as sparse:
         assert sparse.plan.sparse == (2,)
-    assert "gates 1 of 5 layers; left dense: sliding window (0-1 3-4)" in caplog.text
+    assert "sparse in 1 of 5 layers; left dense: sliding window (0-1 3-4)" in caplog.text
     with eps(tiny("lfm2"), **SMALL) as sparse:
         assert sparse.plan.dense == {0: "no attention", 2: "no attention"}
 

@@ -64,7 +64,7 @@ def test_the_text_is_that_of_the_model_alone(family: str, way: str, drafts: Any)
 
 
 @pytest.mark.parametrize("broken", ["noise", "nan", "raises", "place"])
-def test_whatever_the_gate_says_the_text_stays(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_drafts_say_the_text_stays(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (prompt,) = tiny("llama"), prompts(290)
     plain = {way: said(model, prompt, way=way) for way in WAYS}
     rng = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def test_whatever_the_gate_says_the_text_stays(broken: str, monkeypatch: pytest.
         with eps(model, **VERIFIED, draft=6) as sparse:
             assert said(model, prompt, way=way) == plain[way], way
             found = verified(sparse)
-        if broken == "raises":  # without a gate drafts are the model's own dense steps
+        if broken == "raises":  # without EPS drafts are the model's own dense steps
             assert found["acceptance"] == 1
         elif broken == "place":
             assert found["fallbacks"]["error"] == found["rounds"] - 1

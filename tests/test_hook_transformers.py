@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_models import DEVICES, FAMILIES, GATED, SMALL, Attending, Reference, feed, prompts, stock, tiny
+from hf_models import DEVICES, FAMILIES, SMALL, SPARSE, Attending, Reference, feed, prompts, stock, tiny
 from transformers import AutoModelForCausalLM
 
 from eps_core import LLM
@@ -71,14 +71,14 @@ def test_off_and_everything_visited_are_sdpa_bit_for_bit(
                 assert torch.equal(one, other)
     stats = whole.sparse.stats()
     # of the last row's first 41 tokens, of which the second forward is one, all are padding
-    odd = {"mask": len(lengths) * len(GATED[name])} if len(lengths) > 1 else {}
+    odd = {"mask": len(lengths) * len(SPARSE[name])} if len(lengths) > 1 else {}
     assert stats["fallbacks"] == odd and stats["bytes_ratio"] == 1 and stats["steps"] == 9
     assert off.sparse.stats()["steps"] == 0
-    assert [i for i, layer in enumerate(whole.layers) if type(layer).__name__ == "EpsLayer"] == list(GATED[name])
+    assert [i for i, layer in enumerate(whole.layers) if type(layer).__name__ == "EpsLayer"] == list(SPARSE[name])
 
 
 @pytest.mark.parametrize(("device", "kernels", "name", "rows"), SPARSE_CASES)
-def test_gated_rows_are_the_oracles(device: str, kernels: str, name: str, rows: str) -> None:
+def test_sparse_rows_are_the_oracles(device: str, kernels: str, name: str, rows: str) -> None:
     model, (ids, mask) = tiny(name, device=device), prompts(ROWS[rows], seed=1, device=device)
     # rq rounds queries, and a last bit of another forward's can round one the other way
     config = EpsConfig.of("meanstd", budget=0.2, **SMALL)
@@ -94,8 +94,8 @@ def test_gated_rows_are_the_oracles(device: str, kernels: str, name: str, rows: 
     for ours, theirs, dense in zip(*found.values(), strict=True):
         assert (ours - theirs).abs().max() < 2e-4 < 100 * (dense - theirs).abs().max()
     cache.sparse.settle()
-    listed = [step[layer] for step in cache.sparse.lists for layer in range(len(GATED[name]))]
-    assert len(listed) == len(reference.lists) == steps * len(GATED[name])
+    listed = [step[layer] for step in cache.sparse.lists for layer in range(len(SPARSE[name]))]
+    assert len(listed) == len(reference.lists) == steps * len(SPARSE[name])
     for mine, judged in zip(listed, reference.lists, strict=True):
         for row, its in zip(mine, judged, strict=True):
             for head, heads in zip(row, its, strict=True):
@@ -105,7 +105,7 @@ def test_gated_rows_are_the_oracles(device: str, kernels: str, name: str, rows: 
 def test_head_modes_are_the_models_layers() -> None:
     """Of four layers every other one is sparse, and of those the first alone reads less."""
     model, (ids, mask) = tiny("gemma3"), prompts([300])
-    modes = (("window", "window"), ("gate", "gate"), ("window", "window"), ("dense", "dense"))
+    modes = (("window", "window"), ("sparse", "sparse"), ("window", "window"), ("dense", "dense"))
     cache = EpsCache(model, method="rq", budget=0.2, head_modes=modes, **SMALL)
     cache.sparse.keep_lists = True
     with Attending(model), torch.no_grad():
@@ -114,7 +114,7 @@ def test_head_modes_are_the_models_layers() -> None:
     cache.sparse.settle()
     (step,) = cache.sparse.lists
     assert step[0] is not None and step[1] is None
-    few = EpsCache(model, method="rq", head_modes=(("gate",),) * 4)
+    few = EpsCache(model, method="rq", head_modes=(("sparse",),) * 4)
     with Attending(model), torch.no_grad(), pytest.raises(ConfigError, match="head modes of 1 kv heads"):
         feed(model, few, ids, mask, 0, 10)
 
@@ -127,7 +127,7 @@ def demo() -> Any:
     return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-def test_the_demo_needle_is_answered_dense_and_gated_with_our_bytes() -> None:
+def test_the_demo_needle_is_answered_dense_and_sparse_with_our_bytes() -> None:
     made = demo_document()
     settings = Settings.of({"method": "rq", "budget": 0.05})
     llm = LLM(backend="cuda", device="cpu", dtype="float32", config=settings.config)

@@ -57,7 +57,7 @@ def test_with_everything_visited_every_way_says_what_sdpa_says(
 
 @pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "several"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_gated_every_way_says_what_the_reference_says(name: str, way: str) -> None:
+def test_sparse_every_way_says_what_the_reference_says(name: str, way: str) -> None:
     """Beams too: their rows are forks that share pages, the reference's hold everything themselves."""
     model, (ids, mask) = tiny(name), prompts([300], seed=4)
     reference, found = Reference(RQ), []

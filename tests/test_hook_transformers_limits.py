@@ -1,4 +1,4 @@
-"""Where EPS stops in transformers: faults, masks, other caches, models it cannot gate; and what it leaves behind."""
+"""Where EPS stops in transformers: faults, masks, other caches, unsupported models; and what it leaves behind."""
 
 import gc
 import logging
@@ -230,7 +230,7 @@ def test_plans_say_what_is_left_and_why(caplog: pytest.LogCaptureFixture) -> Non
         EpsCache(tiny("llama"), RQ)
         assert not caplog.records
         EpsCache(tiny("gemma3"), RQ)
-    assert "gates 2 of 4 layers; left dense: sliding window of 24 (0 2)" in caplog.text
+    assert "sparse in 2 of 4 layers; left dense: sliding window of 24 (0 2)" in caplog.text
 
 
 REFUSED = {
@@ -255,9 +255,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_gated_is_refused_by_name(name: str) -> None:
+def test_what_cannot_be_sparse_is_refused_by_name(name: str) -> None:
     make, words = REFUSED[name]
-    with pytest.raises(ConfigError, match=f"nothing to gate.*{words}"):
+    with pytest.raises(ConfigError, match=f"no layer of this model can be sparse.*{words}"):
         EpsCache(make(), RQ)
 
 

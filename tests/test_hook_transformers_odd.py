@@ -1,4 +1,4 @@
-"""Models and calls that transformers allows and EPS does not gate: each by its own name, as the engine attends it."""
+"""Models and calls that transformers allows and EPS leaves dense: each by its own name, as the engine attends it."""
 
 import copy
 from typing import Any
@@ -87,7 +87,7 @@ def test_layers_of_several_shapes_are_one_line(
         cache = EpsCache(model, RQ)
         for below in range(layer):
             attend(below, 2, 16, 16)
-        with pytest.raises(ConfigError, match=f"{words}: EPS gates layers of one shape"):
+        with pytest.raises(ConfigError, match=f"{words}: EPS supports layers of one shape"):
             attend(layer, heads, width, value_width)
     assert not eps_layers(cache)[0].rows.broken
 
@@ -117,7 +117,7 @@ def test_learned_sinks_are_found_by_a_parameters_name() -> None:
     model = copy.deepcopy(tiny("llama"))
     assert plan_of(model).sparse == (0, 1)
     model.model.layers[1].self_attn.register_parameter("sinks", torch.nn.Parameter(torch.zeros(4)))
-    with pytest.raises(ConfigError, match=r"nothing to gate.*learned sinks \(0-1\)"):
+    with pytest.raises(ConfigError, match=r"no layer of this model can be sparse.*learned sinks \(0-1\)"):
         EpsCache(model, RQ)
 
 

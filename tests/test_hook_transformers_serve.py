@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int,
     line = [sys.executable, "-c", CODE, str(path), str(port)]
     with served(line, port, folder / "log", **own, HF_HUB_CACHE=str(folder / "absent")) as process:
         yield str(path), port, metrics, process
-        assert "gates 2 of 2 layers" in (folder / "log").read_text()
+        assert "sparse in 2 of 2 layers" in (folder / "log").read_text()
 
 
 def stats(port: int) -> dict[str, Any]:

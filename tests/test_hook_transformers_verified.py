@@ -64,7 +64,7 @@ def test_the_text_is_that_of_the_model_alone(name: str, way: str, drafts: Any) -
 
 
 @pytest.mark.parametrize("broken", ["noise", "nan", "raises", "place"])
-def test_whatever_the_gate_says_the_text_stays(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_drafts_say_the_text_stays(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (ids, _) = tiny("llama"), prompts([290], seed=3)
     plain = {way: said(model, ids, **how) for way, how in WAYS.items()}
     numbers = torch.Generator().manual_seed(0)
@@ -83,7 +83,7 @@ def test_whatever_the_gate_says_the_text_stays(broken: str, monkeypatch: pytest.
         with eps(model, **VERIFIED, draft=6) as sparse:
             assert torch.equal(said(model, ids, **how), plain[way]), way
             found = verified(sparse)
-        if broken == "raises":  # without a gate drafts are the model's own dense steps
+        if broken == "raises":  # without EPS drafts are the model's own dense steps
             assert found["acceptance"] == 1
         elif broken == "place":  # what cannot be written is dense from then on
             assert found["fallbacks"]["error"] == found["rounds"] - 1 and found["drafted"] == 6
@@ -261,7 +261,7 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
         EpsCache(model, method="rq", verify="tokens")
     with pytest.raises(ConfigError, match="add verify="):
         Settings.of({"method": "rq", "draft": 4})
-    with pytest.raises(ConfigError, match="method off gates nothing"):
+    with pytest.raises(ConfigError, match="method off is dense"):
         Settings.of({"method": "off", "verify": "tokens"})
     with pytest.raises(ConfigError, match="vllm#47351"):
         refuse_verified(Settings.of({"method": "rq", "verify": "tokens"}))

@@ -219,8 +219,8 @@ WITHOUT_WAITS = "import time; time.sleep = lambda seconds: None\nfrom eps_core.c
 @pytest.mark.parametrize(
     ("fault", "of_files", "says"),
     [
-        ((401, "GatedRepo"), False, ("is sparse: accept its terms", "HF_TOKEN")),
-        ((403, "GatedRepo"), True, ("is sparse: accept its terms", "HF_TOKEN")),
+        ((401, "GatedRepo"), False, ("is restricted: accept its terms", "HF_TOKEN")),
+        ((403, "GatedRepo"), True, ("is restricted: accept its terms", "HF_TOKEN")),
         ((401, "RepoNotFound"), False, ("neither a directory here nor a repository", "HF_TOKEN")),
         ((404, "RepoNotFound"), False, ("neither a directory here nor a repository", "check the name")),
         ((404, "RevisionNotFound"), False, ("has no revision 'v3'",)),

@@ -66,7 +66,7 @@ def raises(result):
             lambda r: type(r)(r.estimate * 1.01, None, None, r.num_missing, kernels=r.kernels),
             "estimates differ",
         ),
-        ("select", lambda r: type(r)(r.groups * 0 + 1, r.counts, r.uniform, r.always_selected), "groups differ"),
+        ("select", lambda r: type(r)(r.groups * 0 + 1, r.counts, r.common_counts, r.always_selected), "groups differ"),
         ("attend", raises, "RuntimeError: no such instruction"),
     ],
 )

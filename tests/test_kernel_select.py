@@ -90,7 +90,7 @@ def check_topk(
     found = backend.select(scores, plan)
     want = reference.select(Scores(estimate.astype(np.float64), None, None, missing), plan)
     listed, counts, selected_mask = (backend.to_numpy(x) for x in (found.groups, found.counts, found.selected_mask))
-    assert np.array_equal(counts, want.counts) and np.array_equal(found.uniform, counts[:, 0])
+    assert np.array_equal(counts, want.counts) and np.array_equal(found.common_counts, counts[:, 0])
     assert np.array_equal(found.always_selected, want.always_selected)
     for b, h in np.ndindex(counts.shape):
         inside = want.groups[b, h, : counts[b, h]].tolist()

@@ -47,7 +47,7 @@ def record(step: int = 0, decode_ms: float = 10.0, timed: bool = True, **fallbac
     return step_record(step, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, decode_ms, 64, timed)
 
 
-def test_a_gated_step_counts_groups_over_sequences_layers_and_heads() -> None:
+def test_a_sparse_step_counts_groups_over_sequences_layers_and_heads() -> None:
     got = record()
     assert got.pages_total == 2 * 3 * (10 + 6)
     assert got.pages_visited == 2 * 3 * 4 + 2 * 3 * 5

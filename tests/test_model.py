@@ -139,7 +139,7 @@ def test_prefill_and_steps_agree(name: str, target: tuple, saved: Callable) -> N
         assert_close(logits, stepped[positions])
 
 
-def test_gated_step_reports_what_it_read(target: tuple, saved: Callable) -> None:
+def test_sparse_step_reports_what_it_read(target: tuple, saved: Callable) -> None:
     config = EpsConfig.of(
         "meanstd", group_size=4, budget=0.5, num_sink_tokens=4, num_recent_tokens=8, min_context=20, block_size=8
     )
@@ -148,7 +148,7 @@ def test_gated_step_reports_what_it_read(target: tuple, saved: Callable) -> None
     sequences = Sequences(target, decoder, batch=2, config=config)
     sequences.prefill(0, tokens_of(name)[:10])
     sequences.prefill(1, tokens_of(name)[:61])
-    output = sequences.step(np.array([3, 4]))  # lengths 11 and 62: 3 groups (too short to gate) and 16
+    output = sequences.step(np.array([3, 4]))  # lengths 11 and 62: 3 groups (too short to be sparse) and 16
     assert output.fallbacks == {"min_context": 2}
     assert len(output.layers) == 2
     for layer in output.layers:
@@ -711,7 +711,7 @@ def test_every_cache_dtype_can_be_stored() -> None:
         ({"min_context": 60, "budget": 0.1}, [59, 60], False),
         ({"policy": "threshold", "top_pages": 50}, [100], False),
         (
-            {"budget": 1.0, "head_modes": (("gate", "window"),)},
+            {"budget": 1.0, "head_modes": (("sparse", "window"),)},
             [100],
             False,
         ),  # a window head reads its sink and recent tokens alone

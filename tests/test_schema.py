@@ -10,6 +10,7 @@ from eps_core.cli.main import cli
 from eps_core.config.eps import FLAT, EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.integrations.settings import Settings, from_environment
+from eps_core.io.resumable import difference
 from eps_core.io.schema import KEYS, SCHEMA, SETTINGS, current
 from eps_core.metrics.steps import STEP_KEYS, summarise
 from eps_core.report.load import load_results
@@ -31,7 +32,8 @@ def test_every_new_name_is_in_use() -> None:
     written = set(STEP_KEYS) | set(summarise([])) | set(FLAT)
     elsewhere = {
         "sink_recent", "always_selected_ratio", "skipped_mass_bound_mean", "skipped_mass_true_mean",  # cells of grids
-        "correction", "correction_ms", "correction_bytes",  # bench
+        "correction", "correction_ms", "correction_bytes", "sparse_exceeds_last_cache",  # bench
+        "eps_tokens_per_s",  # of engines
         "error_bound", "bounded_share", "bound_violations",  # replays, tables of bounds
     }  # fmt: skip
     assert set(KEYS.values()) - written == elsewhere and not set(KEYS) & written
@@ -44,6 +46,16 @@ def test_settings_of_schema_1_make_the_same_config() -> None:
         f"EPS_{name.upper()}": json.dumps(value) for name, value in old.items() if name != "method"
     })) == new  # fmt: skip
     assert Settings.of(old).config == new
+
+
+def test_head_modes_have_a_former_name() -> None:
+    new = EpsConfig("rq", head_modes=(("sparse", "dense"),))
+    old = new.to_dict() | {"head_modes": [["gate", "dense"]]}
+    read = Settings.of(from_environment({"EPS_METHOD": "rq", "EPS_HEAD_MODES": json.dumps(old["head_modes"])})).config
+    assert EpsConfig.from_dict(old) == read == new and read.to_dict()["head_modes"] == (("sparse", "dense"),)
+    now = json.loads(json.dumps(new.to_dict()))
+    assert difference("config", old, now) is None  # a run is resumed
+    assert difference("config", old | {"head_modes": [["dense", "gate"]]}, now)
 
 
 def test_an_old_name_replaces_and_two_names_of_one_setting_are_refused() -> None:

@@ -60,7 +60,7 @@ def test_states_that_differ_share_no_answer() -> None:
 
 
 def test_layers_of_other_head_modes_share_no_answer() -> None:
-    modes = (("gate", "gate"), ("dense", "dense"), ("gate", "dense"))
+    modes = (("sparse", "sparse"), ("dense", "dense"), ("sparse", "dense"))
     plan = StepPlan.of(EpsConfig.of(method="rq", head_modes=modes), np.arange(47)[None], np.array([3000]))
     for _ in range(2):
         assert [plan.reads_all(layer) for layer in range(3)] == [False, True, False]

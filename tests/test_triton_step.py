@@ -138,14 +138,14 @@ def test_dense_steps_are_static_too(model) -> None:
     # one step of the same cache, sparse and dense
     _, cache, decoder = decode(model, "triton", steps=1)
     _, twin, reference = decode(model, "arrays", steps=1)
-    for gate in (True, False, True):
+    for sparse in (True, False, True):
         arguments = (np.array([5]), np.array([399]), np.arange(8, dtype=np.int32)[None], np.array([400]))
         got, want = (
-            one.step(kept, *arguments, CONFIG.selection_config if gate else None)[1]
+            one.step(kept, *arguments, CONFIG.selection_config if sparse else None)[1]
             for one, kept in ((decoder, cache), (reference, twin))
         )
         assert np.abs(got.logits - want.logits).max() < 2e-4
-        assert len(got.layers) == len(want.layers) == (cache.spec.num_layers if gate else 0)
+        assert len(got.layers) == len(want.layers) == (cache.spec.num_layers if sparse else 0)
         assert got.kv_bytes_read == want.kv_bytes_read > 0
     assert sorted((key[1], key[3] is not None) for key in cache.steps) == [(1, False), (1, True), (2, True)]
 

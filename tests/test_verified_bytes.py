@@ -15,7 +15,7 @@ CONFIGS = {
     "meanstd": eps("meanstd", budget=0.3),
     "box, bounds": eps("box", policy="threshold", top_pages=2),
     "tails": eps("meanstd", budget=0.1, correction_tokens=16),
-    "dense layers": eps("meanstd", budget=0.3, head_modes=(("dense",) * 4, ("gate",) * 4)),
+    "dense layers": eps("meanstd", budget=0.3, head_modes=(("dense",) * 4, ("sparse",) * 4)),
 }
 PROMPTS = [prompt(45), prompt(22, 1)]
 TOTAL = ("bytes_kv_draft", "bytes_kv_verify")

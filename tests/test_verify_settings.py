@@ -39,7 +39,7 @@ def test_a_wrong_setting_is_one_line_that_names_its_flag(settings: dict[str, Any
 @pytest.mark.parametrize(
     ("config", "verify", "drawn", "said"),
     [
-        (EpsConfig.of(), SpeculativeConfig("tokens"), {}, "method off gates nothing: use rq"),
+        (EpsConfig.of(), SpeculativeConfig("tokens"), {}, "method off is dense: use rq"),
         (
             eps("box"),
             SpeculativeConfig("tokens"),

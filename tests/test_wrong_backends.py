@@ -53,7 +53,7 @@ def without_one(chosen, a):
     groups = chosen.groups.copy()
     for b, head in np.ndindex(*counts.shape):
         groups[b, head, counts[b, head]] = -1
-    return replace(chosen, groups=groups, counts=counts, uniform=counts[:, 0].astype(np.int64))
+    return replace(chosen, groups=groups, counts=counts, common_counts=counts[:, 0].astype(np.int64))
 
 
 def one_group_fewer(a):
@@ -118,7 +118,7 @@ def without_the_last_of_the_added(result, a):
             need = (a.scores.upper[b, head] - lse).max(axis=0)[listed]
             last = listed[oracle_selection.best_first(need)[-1]]
             added[b, head, last] = selected_mask[b, head, last] = False
-    parts = ((added, extra.always_selected, None), (selected_mask, whole.always_selected, whole.wanted))
+    parts = ((added, extra.always_selected, None), (selected_mask, whole.always_selected, whole.counts_before_union))
     return tuple(oracle_scoring._selection(*part) for part in parts)
 
 
@@ -129,7 +129,7 @@ def of_one_query_head(a):
 
 def what_was_read_too(result, a):
     _, whole = result
-    return replace(whole, always_selected=np.zeros_like(whole.always_selected), wanted=None), whole
+    return replace(whole, always_selected=np.zeros_like(whole.always_selected), counts_before_union=None), whole
 
 
 def other_config(**changes):
@@ -286,7 +286,7 @@ WRONG = {
         "select", plan=other_config(head_modes=lambda modes: modes and tuple(one[1:] + one[:1] for one in modes))
     ),
     "calls mixed heads uniform": gives(
-        "select", lambda chosen, a: replace(chosen, uniform=chosen.counts[:, 0].astype(np.int64))
+        "select", lambda chosen, a: replace(chosen, common_counts=chosen.counts[:, 0].astype(np.int64))
     ),
     "forgets larger keys": gives("write_kv", largest_of_the_last("largest_key", "k")),
     "forgets larger values": gives("write_kv", largest_of_the_last("largest_value", "v")),

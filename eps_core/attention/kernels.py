@@ -103,5 +103,5 @@ def unsupported_choice(scores: Any, plan: StepPlan, layer: int = 0) -> str | Non
         return f"policy {selection_config.policy}"
     if selection_config.scope != "kv-head":
         return f"scope {selection_config.scope}"
-    modes = set(selection_config.head_modes[layer]) - {"gate"} if selection_config.head_modes else set()
+    modes = set(selection_config.head_modes[layer]) - {"sparse"} if selection_config.head_modes else set()
     return f"head modes {', '.join(sorted(modes))}" if modes else None

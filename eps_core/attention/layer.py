@@ -94,8 +94,8 @@ def sparse_attention(
                     moved = backend.moved_by(out, whole, kv_heads)
                     pending["output_error_bound"] = pending["output_error_bound"] + moved
         pending["counts"], pending["skipped_mass"] = selection.counts, backend.skipped_mass(scores, selection)
-        if selection.wanted is not None:
-            pending["wanted"] = selection.wanted
+        if selection.counts_before_union is not None:
+            pending["counts_before_union"] = selection.counts_before_union
         read.selection, stats.always_selected = selection, selection.always_selected
         stats.summary_bytes_read = plan.summary_bytes(spec)
     if clock is not None and started is not None and selected is not None:

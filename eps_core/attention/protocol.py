@@ -54,21 +54,21 @@ class Scores:
 class Selection:
     """Selected groups: `groups` [B, Hkv, W] int32 ascending, then padding (-1); `counts` [B, Hkv] int32 (device).
 
-    `uniform` [B] int64, host, where every kv head of a sequence selects the same, shape-known number (topk per kv
-    head): no synchronisation is needed to use it. None where only the device knows.
+    `common_counts` [B] int64, host: groups that every kv head of a sequence selects, where the number is the same for
+    all and follows from shapes (topk per kv head), so that using it needs no synchronisation; else None.
     `always_selected` [B] int64, host: how many of the selected groups were sink and recent tokens or had no summary.
-    `wanted` [B, Hkv] int32 (device): under scope union, how many groups each kv head alone asked for; else None.
+    `counts_before_union` [B, Hkv] int32 (device): groups each kv head alone selected, under scope union; else None.
     `selected_mask` [B, Hkv, G] bool (device): the same groups as a mask, where a kernel made the list; else None.
     `kept`: what a backend found of these groups on the way to something else, by its own keys.
 
-    Every policy selects at least one group, and `uniform` says that the partial group, where there is one, is listed.
+    Every policy selects at least one group. Where `common_counts` are given a partial group is always listed.
     """
 
     groups: Array
     counts: Array
-    uniform: np.ndarray | None
+    common_counts: np.ndarray | None
     always_selected: np.ndarray
-    wanted: Array | None = None
+    counts_before_union: Array | None = None
     selected_mask: Array | None = None
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -18,7 +18,7 @@ class LayerStats:
     summary_bytes_read: int  # of summaries and codes (`StepPlan.summary_bytes`, `StepPlan.bound_bytes`)
     prepass_ms: float | None = None
     attention_ms: float | None = None
-    wanted: np.ndarray | None = None  # [B, Hkv] groups each kv head alone asked for, where `counts` is their union
+    counts_before_union: np.ndarray | None = None  # [B, Hkv] groups each kv head alone selected; None: not scope union
     skipped_mass_bound: np.ndarray | None = None  # [B, Hkv] bound of the share left unread; None: no bounds
     output_error_bound: np.ndarray | None = None  # [B, Hkv] bound of the L2 error of a query head's output
     skipped_mass_true: np.ndarray | None = None  # [B, Hkv] share left unread, from a dense read; audits only

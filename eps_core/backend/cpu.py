@@ -141,10 +141,8 @@ class CpuKernels:
         )
 
     def _selection(self, chosen: Chosen) -> Selection:
-        groups, counts, uniform, always_selected, selected_mask = chosen
-        return Selection(
-            self.array(groups), self.array(counts), uniform, always_selected, selected_mask=self.array(selected_mask)
-        )
+        groups, counts, selected_mask = map(self.array, (chosen.groups, chosen.counts, chosen.selected_mask))
+        return Selection(groups, counts, chosen.common_counts, chosen.always_selected, selected_mask=selected_mask)
 
     def _listed(self, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
         return self.host(selection.groups), self.host(selection.counts)

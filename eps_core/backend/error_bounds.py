@@ -118,12 +118,12 @@ def extend_selection(
         if selection_config.scope == "union":
             extra = extra.any(axis=1, keepdims=True) & ~selected_mask
         added = _listed(ops, extra, np.zeros(batch, np.int64), None)
-        return added, _listed(ops, selected_mask | extra, selection.always_selected, selection.wanted)
+        return added, _listed(ops, selected_mask | extra, selection.always_selected, selection.counts_before_union)
 
 
-def _listed(ops: Ops, mask: Array, always_selected: np.ndarray, wanted: Array | None) -> Selection:
+def _listed(ops: Ops, mask: Array, always_selected: np.ndarray, counts_before_union: Array | None) -> Selection:
     counts = ops.int32(mask.sum(axis=-1))
-    return Selection(ascending(ops, mask, mask.shape[-1]), counts, None, always_selected, wanted)
+    return Selection(ascending(ops, mask, mask.shape[-1]), counts, None, always_selected, counts_before_union)
 
 
 def _log_odds(epsilon: float) -> float:

@@ -54,17 +54,17 @@ class GpuKernels:
 
     def select(self, scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
         always_selected = plan.num_always_selected + np.asarray(scores.num_missing, np.int64)
-        uniform, estimate = plan.budget(always_selected), scores.estimate
-        wanted, lengths = (self.ops.on(estimate, part.astype(np.int32)) for part in (uniform, plan.lengths))
-        groups, counts, selected_mask = self.choose(plan.config, estimate, wanted, lengths, max(int(uniform.max()), 1))
-        return Selection(groups, counts, uniform, always_selected, selected_mask=self.ops.boolean(selected_mask))
+        common_counts, estimate = plan.budget(always_selected), scores.estimate
+        wanted, lengths = (self.ops.on(estimate, part.astype(np.int32)) for part in (common_counts, plan.lengths))
+        width = max(int(common_counts.max()), 1)
+        groups, counts, selected_mask = self.choose(plan.config, estimate, wanted, lengths, width)
+        return Selection(groups, counts, common_counts, always_selected, selected_mask=self.ops.boolean(selected_mask))
 
     def choose(
         self, config: EpsConfig, estimate: Array, wanted: Array, lengths: Array, width: int, **more: Any
     ) -> tuple[Array, Array, Array]:
         """Return groups [B, Hkv, width] int32, counts [B, Hkv] int32 and the mask [B, Hkv, G] uint8 of the `wanted` [B]
-        int32 best groups of estimate [B, Hkv, G], from arrays of the device alone. `more`: further
-        arguments of a family's kernel."""
+        int32 best groups of estimate [B, Hkv, G], from device arrays alone. `more`: arguments of a family's kernel."""
         selection_config = config.selection_config
         return type(self).select_topk(
             estimate, wanted, lengths, group_size=config.cache_config.S,

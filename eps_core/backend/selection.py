@@ -58,36 +58,36 @@ def select(ops: Ops, scores: Scores, plan: StepPlan, layer: int = 0) -> Selectio
         selection_config, estimate = plan.config.selection_config, scores.estimate
         inside = ops.on(estimate, plan.inside)[:, None, :]
         always_selected = (ops.on(estimate, plan.always_selected)[:, None, :] | (estimate == math.inf)) & inside
-        uniform = wanted = None
+        common_counts = counts_before_union = None
         if selection_config.policy == "topk":
-            uniform = plan.budget(num_always_selected)
-            count = ops.on(estimate, uniform.astype(np.int32))[:, None, None]
+            common_counts = plan.budget(num_always_selected)
+            count = ops.on(estimate, common_counts.astype(np.int32))[:, None, None]
             first = ops.where(always_selected, math.inf, estimate)
-            selected_mask = _best(ops, first, count, max(int(uniform.max()), 1))
+            selected_mask = _best(ops, first, count, max(int(common_counts.max()), 1))
         else:
             selected_mask = select_threshold(ops, plan.config, estimate, always_selected) & inside
         modes = selection_config.head_modes[layer] if selection_config.head_modes else ()
-        if set(modes) - {"gate"}:
-            uniform = None
+        if set(modes) - {"sparse"}:
+            common_counts = None
             dense, window = (
                 ops.on(estimate, np.array([mode == name for mode in modes]))[None, :, None]
                 for name in ("dense", "window")
             )
             selected_mask = ops.where(dense, inside, ops.where(window, always_selected, selected_mask))
-        if uniform is None:  # a policy that wants nothing still reads the best group: attention over none has no value
+        if common_counts is None:  # a policy may select nothing: the best group is read, as none has no value
             one = ops.on(estimate, np.ones((1, 1, 1), np.int32))
             best = _best(ops, ops.where(inside, estimate, -math.inf), one, 1)
             selected_mask = selected_mask | (best & ~selected_mask.any(axis=-1, keepdims=True))
         if selection_config.scope == "union":
-            wanted, uniform = ops.int32(selected_mask.sum(axis=-1)), None
+            counts_before_union, common_counts = ops.int32(selected_mask.sum(axis=-1)), None
             selected_mask = ops.broadcast_to(selected_mask.any(axis=1, keepdims=True), selected_mask.shape)
-        width = selected_mask.shape[-1] if uniform is None else max(int(uniform.max()), 1)
+        width = selected_mask.shape[-1] if common_counts is None else max(int(common_counts.max()), 1)
         listing = ops.kernels_of(scores.kernels).listing
         if listing is not None:
             listed, counts = listing(selected_mask, width)
-            return Selection(listed, counts, uniform, num_always_selected, wanted, selected_mask)
-        counts = ops.int32(selected_mask.sum(axis=-1))
-        return Selection(ascending(ops, selected_mask, width), counts, uniform, num_always_selected, wanted)
+            return Selection(listed, counts, common_counts, num_always_selected, counts_before_union, selected_mask)
+        listed, counts = ascending(ops, selected_mask, width), ops.int32(selected_mask.sum(axis=-1))
+        return Selection(listed, counts, common_counts, num_always_selected, counts_before_union)
 
 
 def ascending(ops: Ops, selected_mask: Array, width: int) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 
 from eps_core.attention.protocol import Array
 from eps_core.bench.data import Layer
-from eps_core.bench.proof import DENSE_TOLERANCE, GateError, dense_error
+from eps_core.bench.proof import DENSE_TOLERANCE, CheckError, dense_error
 from eps_core.config.bytes import kv_bytes
 from eps_core.errors import fault_line
 
@@ -84,5 +84,5 @@ class DenseVariants:
         _, (out, _) = self.timed(attend)
         error, limit = dense_error(layer, out, self.keys, self.values), DENSE_TOLERANCE[layer.shape.dtype]
         if not error <= limit:
-            raise GateError(f"EPS's dense attention is wrong: relative error {error:.2g}: nothing was timed")
+            raise CheckError(f"EPS's dense attention is wrong: relative error {error:.2g}: nothing was timed")
         return {"eps dense": Variant(attend, "dense", self.bytes)}

@@ -20,7 +20,7 @@ from eps_core.attention.protocol import Backend
 from eps_core.bench.data import DESCRIPTION, Layer, Shape, Source, fill, pool_units
 from eps_core.bench.dense import GRAPH, DenseVariants, Variant
 from eps_core.bench.plan import BenchRequest, budgeted, moved_bytes
-from eps_core.bench.proof import GateError, Step, check_sparse, check_values, require_same, run_step
+from eps_core.bench.proof import CheckError, Step, check_sparse, check_values, require_same, run_step
 from eps_core.config.bytes import kv_bytes, summary_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu.host import flush_bytes
@@ -37,7 +37,7 @@ LARGEST_COPY_BYTES = 2**30
 @dataclass(frozen=True)
 class _Checked:
     config: EpsConfig  # with the budget that was asked for
-    gate: dict[str, Any]
+    selection: dict[str, Any]  # the record's facts about what was selected
     values: dict[str, Any]
     moved: dict[str, int]  # bytes of each part
     variants: dict[str, Variant]
@@ -198,29 +198,29 @@ class Bench:
         return len(self.request.shares()) * 2 * (1 + MAX_WARM_ROUNDS + self._max_rounds)
 
     def _refusing(self, config: EpsConfig, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the function's result; raise GateError where it fails."""
+        """Return the function's result; raise CheckError where it fails."""
         try:
             return function(*arguments)
         except ConfigError:
             raise
         except Exception as error:  # a kernel may fail in any way, and the user asked for a time
             what = f"{config.cache_config.method}@{config.cache_config.S} by kernels {self.kernels}"
-            raise GateError(f"{what} failed: {fault_line(error)}: nothing was timed") from error
+            raise CheckError(f"{what} failed: {fault_line(error)}: nothing was timed") from error
 
     def _checked(self, layer: Layer, dense: DenseVariants, kind: str, share: float) -> _Checked:
         """Everything of one cell that may be timed: found to skip groups, to read what was selected, to be right."""
         config = budgeted(layer.config, layer.shape, kind, share)
         step = self._refusing(config, run_step, layer, config, self.platform.synchronize)
-        gate = check_sparse(layer, step, self.kernels, partial=share < 1)
+        selection = check_sparse(layer, step, self.kernels, partial=share < 1)
         values = check_values(layer, config, step, dense.keys, dense.values)
-        moved = moved_bytes(layer, config, gate["kv_bytes"])
+        moved = moved_bytes(layer, config, selection["kv_bytes"])
         variants = {**dense.variants, **dense.eps_variant(layer), **_eps_variants(layer, config, step, moved)}
         failed = dict(dense.failed)
         self._add_graphs(layer, config, step, moved, variants, failed)
         for name in ("step", "step_with_write"):
             _, result = self.timed(variants[name].call)
             require_same(layer, result[:2], step.merged, f"its own parts, as {name}")
-        return _Checked(config, gate, values, moved, variants, failed)
+        return _Checked(config, selection, values, moved, variants, failed)
 
     def _cell(self, layer: Layer, dense: DenseVariants, kind: str, share: float, roof: float) -> dict[str, Any]:
         shape, checked = layer.shape, self._checked(layer, dense, kind, share)
@@ -241,7 +241,7 @@ class Bench:
             "group_size": config.cache_config.S,
             "asked": {kind: share},
             "config": config.to_dict(),
-            **checked.gate,
+            **checked.selection,
             "summary_bytes": moved["score"],
             "correction_bytes": moved["correction"],
             "bytes_read": total_bytes,
@@ -251,7 +251,7 @@ class Bench:
             "rounds": rounds,
             "warm_rounds": warm_rounds,
             "dense_exceeds_last_cache": _exceeds(dense.bytes, self.last_cache_bytes),
-            "gated_exceeds_last_cache": _exceeds(total_bytes, self.last_cache_bytes),
+            "sparse_exceeds_last_cache": _exceeds(total_bytes, self.last_cache_bytes),
             "arms": stats,
             "failed_variants": checked.failed,
             "best_dense": best,
@@ -290,7 +290,7 @@ class Bench:
             variants[name + GRAPH] = Variant(graph, "eps", moved[name])
 
     def _measure(self, layer: Layer, variants: dict[str, Variant]) -> tuple[int, int]:
-        """Return (rounds, rounds before them that only warmed up). Raises GateError where a variant, called once
+        """Return (rounds, rounds before them that only warmed up). Raises CheckError where a variant, called once
         more after them, gives something else than it must: what became dense or wrong on the way has no time."""
         request, every = self.request, list(variants.values())
         for variant in every:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from eps_core.bench.data import Layer, Shape
-from eps_core.bench.proof import GateError
+from eps_core.bench.proof import CheckError
 from eps_core.config.bytes import correction_bytes, scoring_bytes
 from eps_core.config.cache import DTYPE_BYTES, METHODS, sized_method
 from eps_core.config.eps import EpsConfig
@@ -52,7 +52,7 @@ class BenchRequest:
         for name in self.methods:
             method, size = sized_method(name, METHODS)
             if method == "off":
-                raise GateError("method off gates nothing and there is nothing to time: choose rq, box or another one")
+                raise CheckError("method off is dense, so there is nothing to time: choose rq, box or another one")
             configs += [
                 EpsConfig.of(method=method, group_size=tokens, block_size=self.block_size)
                 for tokens in (self.group_size if size is None else (size,))

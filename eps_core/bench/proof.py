@@ -1,4 +1,4 @@
-"""No timing without proof that the gate was active and right: what a benchmark verifies on the arrays that it times."""
+"""Checks of a benchmark on the arrays that it times: without proof that attention was sparse and right, no timing."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 
 from eps_core.attention.layer import sparse_attention
-from eps_core.attention.protocol import Array, Scores, Selection
+from eps_core.attention.protocol import Array, Scores, Selection, State
 from eps_core.bench.data import Layer
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.reference.formulas import attend_keys
-
-State = tuple[Array, Array]
 
 # relative L2 error of a head's output: what a few roundings to the dtype make of sums of independent terms
 OUT_TOLERANCE = {"float32": 5e-4, "float16": 5e-3, "bfloat16": 3e-2}
@@ -26,8 +24,8 @@ SAMPLED_PAIRS = 4  # (sequence, kv head)s that are compared with float64
 PARTS = ("score", "select", "attend", "attend_correction")
 
 
-class GateError(ConfigError):
-    """Why a cell must not be timed."""
+class CheckError(ConfigError):
+    """A cell failed a check and must not be timed."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +56,25 @@ def run_step(layer: Layer, config: EpsConfig, wait: Callable[..., None]) -> Step
 
 
 def check_sparse(layer: Layer, step: Step, asked_kernels: str, partial: bool) -> dict[str, Any]:
-    """Return the record's facts about the selection. Raises GateError unless groups were skipped (where `partial` asks
+    """Return the record's facts about the selection. Raises CheckError unless groups were skipped (where `partial` asks
     for it), the list is in order, and the kernels are the ones asked for."""
     config, cache, backend = layer.config, layer.cache, layer.backend
     if not config.cache_config.enabled:
-        raise GateError("method off gates nothing: choose rq, box or another --method")
+        raise CheckError("method off is dense: choose rq, box or another --method")
     if cache.kernels != asked_kernels and asked_kernels != "auto":
-        raise GateError(f"kernels {asked_kernels} were asked for and the cache has {cache.kernels}: nothing was timed")
+        raise CheckError(f"kernels {asked_kernels} were asked for and the cache has {cache.kernels}: nothing was timed")
     counts = backend.to_numpy(step.selection.counts).astype(np.int64)
     groups = backend.to_numpy(step.selection.groups)
     listed = (groups >= 0).sum(axis=-1)
     if not np.array_equal(listed, counts):
-        raise GateError(f"the selection lists {listed.sum():,} groups and counts {counts.sum():,}: nothing was timed")
+        raise CheckError(f"the selection lists {listed.sum():,} groups and counts {counts.sum():,}: nothing was timed")
     ascending = (np.diff(groups, axis=-1) > 0) | (groups[..., 1:] < 0)
     if not ascending.all() or groups.max(initial=-1) >= layer.groups or not counts.all():
-        raise GateError("the selection is empty, not ascending or past the end of a sequence: nothing was timed")
+        raise CheckError("the selection is empty, not ascending or past the end of a sequence: nothing was timed")
     total = layer.groups * counts.size
     if partial and (counts == layer.groups).any():
-        raise GateError(
-            f"the gate was not active: it selects all {layer.groups:,} groups of a context of {layer.shape.context:,} "
+        raise CheckError(
+            f"attention was not sparse: it selects all {layer.groups:,} groups of a context of {layer.shape.context:,} "
             f"({int(step.selection.always_selected.max()):,} as sink and recent tokens or for want of a summary): "
             "raise --context or lower --fraction"
         )
@@ -90,7 +88,7 @@ def check_sparse(layer: Layer, step: Step, asked_kernels: str, partial: bool) ->
 
 
 def check_values(layer: Layer, config: EpsConfig, step: Step, keys: Array, values: Array) -> dict[str, Any]:
-    """Return the record's facts about a step's values. Raises GateError unless what was read equals float64 attention
+    """Return the record's facts about a step's values. Raises CheckError unless what was read equals float64 attention
     over the listed groups, of a few heads, and every part equals the array functions, of all. keys and values
     [B, Hkv, T, D] are the cache's own, in order."""
     worst = _against_float64(layer, step, keys, values)
@@ -150,13 +148,13 @@ def _against_arrays(layer: Layer, config: EpsConfig, step: Step) -> dict[str, fl
         near = np.abs(estimate - expected) <= ESTIMATE_TOLERANCE * (1 + np.abs(expected))
     odd = 1 - np.where(finite, near, estimate == expected).mean()
     if not odd <= ODD_ESTIMATES:
-        raise GateError(f"{100 * odd:.1f} % of the estimates differ from the array path's: nothing was timed")
+        raise CheckError(f"{100 * odd:.1f} % of the estimates differ from the array path's: nothing was timed")
     selection = backend.select(replace(step.scores, kernels="arrays"), plan)
     for name in ("groups", "counts"):
         if not np.array_equal(
             backend.to_numpy(getattr(selection, name)), backend.to_numpy(getattr(step.selection, name))
         ):
-            raise GateError(f"the {name} selected differ from the array path's: nothing was timed")
+            raise CheckError(f"the {name} selected differ from the array path's: nothing was timed")
     listed = replace(step.selection, selected_mask=None)
     states = [(step.read, backend.attend(plain, 0, layer.q, plan, listed))]
     if step.correction is not None:
@@ -195,7 +193,7 @@ def _require_close(layer: Layer, worst: dict[str, float], what: str) -> None:
     tolerance = OUT_TOLERANCE[layer.shape.dtype]
     for name, limit in (("out_error", tolerance), ("lse_error", LSE_TOLERANCE)):
         if not worst[name] <= limit:  # NaN too
-            raise GateError(
+            raise CheckError(
                 f"sparse attention by kernels {layer.cache.kernels} is wrong: {name.replace('_', ' ')} "
                 f"{worst[name]:.2g} against {what}, and {layer.shape.dtype} allows {limit:g}: nothing was timed"
             )
@@ -221,7 +219,7 @@ def _relative(value: np.ndarray, expected: np.ndarray) -> float:
 
 def _computed_by(layer: Layer, config: EpsConfig, step: Step) -> dict[str, str]:
     """Return the code that computes each part: the cache's kernels, or array operations for what has none. Raises
-    GateError where attention itself has none."""
+    CheckError where attention itself has none."""
     cache, plan = layer.cache, layer.plan(config)
     given: dict[str, tuple[Any, ...]] = {
         "score": (cache, 0, layer.q, plan),
@@ -236,7 +234,7 @@ def _computed_by(layer: Layer, config: EpsConfig, step: Step) -> dict[str, str]:
         kernel = layer.backend.kernel_of(cache, name)
         by[name] = "arrays" if kernel is None or kernel(*arguments) is None else cache.kernels
     if by["attend"] == "arrays":
-        raise GateError(
+        raise CheckError(
             f"kernels {cache.kernels} have no attention for groups of {config.cache_config.S} tokens and head dim "
             f"{layer.shape.head_dim}: nothing was timed; use --kernels arrays"
         )

@@ -65,7 +65,7 @@ class EpsConfig:
     scope: str | None = None  # kv-head: a list of groups for each KV head; union: one for all
     combine: str | None = None  # scores of the query heads of a KV head: max or sum
     strict: bool | None = None  # read more until the bound of the unread share is at most epsilon
-    head_modes: tuple[tuple[str, ...], ...] | None = None  # of each layer and KV head: gate, dense or window
+    head_modes: tuple[tuple[str, ...], ...] | None = None  # of each layer and KV head: sparse, dense or window
     seed: int | None = None  # of random projections and signs
     min_context: int | None = None  # tokens; attention over fewer is dense
     block_size: int | None = None  # tokens of a page

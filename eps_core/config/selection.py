@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from eps_core.errors import require
+from eps_core.io.schema import current_modes
 from eps_core.summaries.base import MethodSpec
 
 POLICIES = ("topk", "threshold")
@@ -17,7 +18,7 @@ COMBINES = ("max", "sum")
 # holds nothing takes the whole list: single steps went to a KL of 1.0, where 6 nats still gave 0.8, 5 as much as max
 ANCHOR_SPREAD = 4.0
 # what one kv head does: selects groups, reads them all, or reads the sink and recent tokens alone
-HEAD_MODES = ("gate", "dense", "window")
+HEAD_MODES = ("sparse", "dense", "window")
 MAX_CASCADE = 2
 # what most methods want; a method's own are in its facts
 DEFAULT_BUDGET, DEFAULT_SINK_RECENT = MethodSpec.budget, MethodSpec.sink_recent
@@ -39,7 +40,7 @@ class SelectionConfig:
     scope: str = "kv-head"
     combine: str = "max"  # the query heads of a kv head: see `attention.protocol.Scores`
     strict: bool = False  # visit more until the bounded share unread is at most epsilon
-    head_modes: tuple[tuple[str, ...], ...] | None = None  # of each layer and kv head; None: all of them gate
+    head_modes: tuple[tuple[str, ...], ...] | None = None  # of each layer and kv head; None: all are sparse
     min_context: int = 0  # tokens; below it decode is dense
     # codes of 1 bit: share of the groups, the best by that bit, of which the rescoring bit is read too
     rescore: float = 0.0
@@ -105,9 +106,7 @@ class SelectionConfig:
         )
 
     def _check_head_modes(self) -> None:
-        assert self.head_modes is not None
-        # lists come from JSON: the frozen form is tuples
-        modes = tuple(tuple(layer) for layer in self.head_modes)
+        modes = current_modes(self.head_modes)  # lists come from JSON
         object.__setattr__(self, "head_modes", modes)
         unknown = sorted({mode for layer in modes for mode in layer} - set(HEAD_MODES))
         require(not unknown, f"head mode {', '.join(unknown)} is unknown: choose among {', '.join(HEAD_MODES)}")

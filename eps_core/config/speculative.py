@@ -65,11 +65,8 @@ class SpeculativeConfig:
         """Raises ConfigError where a run with `config`, drawing and audited so, cannot be verified so."""
         if not self.enabled:
             return
-        cache_config = config.cache_config
-        require(
-            cache_config.enabled,
-            f"eps-verify {self.mode} drafts with sparse steps and method off gates nothing: use rq",
-        )
+        enabled = config.cache_config.enabled
+        require(enabled, f"eps-verify {self.mode} drafts with sparse steps, and method off is dense: use rq")
         require(
             not temperature or sample_by == "gumbel",
             f"eps-verify {self.mode} at temperature {temperature} couples drafts by Gumbel noise, and sample-by "

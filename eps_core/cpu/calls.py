@@ -36,11 +36,11 @@ class Call(NamedTuple):
 
 class Chosen(NamedTuple):
     """`Selection`: groups [B, Hkv, W] int32 and selected_mask [B, Hkv, G] bool filled by the call; counts [B, Hkv]
-    int32, uniform [B] and always_selected [B] known before."""
+    int32, common_counts [B] and always_selected [B] known before."""
 
     groups: np.ndarray
     counts: np.ndarray
-    uniform: np.ndarray
+    common_counts: np.ndarray
     always_selected: np.ndarray
     selected_mask: np.ndarray
 
@@ -173,17 +173,17 @@ def choosing(plan: StepPlan, estimate: np.ndarray, num_missing: np.ndarray) -> t
 
     def count() -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         always_selected = plan.num_always_selected + own_missing
-        uniform = plan.budget(always_selected)
-        counts = np.repeat(uniform[:, None], kv_heads, axis=1).astype(np.int32)
-        return counts, uniform, always_selected, max(int(uniform.max()), 1)
+        common_counts = plan.budget(always_selected)
+        counts = np.repeat(common_counts[:, None], kv_heads, axis=1).astype(np.int32)
+        return counts, common_counts, always_selected, max(int(common_counts.max()), 1)
 
     # layers that were written alike share one answer
-    counts, uniform, always_selected, width = plan.once(("topk", kv_heads, own_missing.tobytes()), count)
+    counts, common_counts, always_selected, width = plan.once(("topk", kv_heads, own_missing.tobytes()), count)
     groups = np.empty((batch, kv_heads, width), np.int32)
     selected_mask = np.empty(estimate.shape, np.bool_)
-    args = estimate, uniform, plan.selectable, plan.ends, groups, selected_mask.view(np.uint8)
+    args = estimate, common_counts, plan.selectable, plan.ends, groups, selected_mask.view(np.uint8)
     alone = estimate.size < FEW_GROUPS
-    return Call(best.select_topk, 1, args, alone), Chosen(groups, counts, uniform, always_selected, selected_mask)
+    return Call(best.select_topk, 1, args, alone), Chosen(groups, counts, common_counts, always_selected, selected_mask)
 
 
 def attending(

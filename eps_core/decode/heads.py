@@ -6,13 +6,14 @@ Classes are of kv heads, because a kv head's K and V are read once for all of it
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eps_core.errors import ConfigError, shown
 from eps_core.io import inputs
 from eps_core.io.records import Share, read_record
+from eps_core.io.schema import current_modes
 from eps_core.models.config import read_spec
 from eps_core.models.folder import weight_files
 from eps_core.models.spec import ModelSpec
@@ -46,7 +47,7 @@ def modes_of(classes: tuple[tuple[str, ...], ...], dense_layers: tuple[int, ...]
     """Return the mode of each kv head under `--eps-heads retrieval`, [L][Hkv], of classes [L][Hkv]: retrieval heads
     are read sparsely, streaming heads and the layers that are not sparse stay dense."""
     return tuple(
-        tuple("gate" if kind == "retrieval" and layer not in dense_layers else "dense" for kind in heads)
+        tuple("sparse" if kind == "retrieval" and layer not in dense_layers else "dense" for kind in heads)
         for layer, heads in enumerate(classes)
     )
 
@@ -78,8 +79,8 @@ def load_policy(path: Path) -> HeadPolicy:
     if version != FORMAT_VERSION:
         raise ConfigError(f"{path} has head policy format {shown(version)}, this is {FORMAT_VERSION}: calibrate again")
     policy = read_record(HeadPolicy, values, f"head policy {path}", "calibrate again")
-    fault = _fault(policy)
-    if fault:
+    policy = replace(policy, head_modes=current_modes(policy.head_modes))
+    if fault := _fault(policy):
         raise ConfigError(f"head policy {path}: {fault}; calibrate again")
     return policy
 
@@ -102,8 +103,7 @@ def _fault(policy: HeadPolicy) -> str | None:
         return f"its curves are not of {len(policy.fractions)} shares each"
     if any(list(curve) != sorted(curve) for curve in curves):
         return "a curve falls: more groups cannot hold less"
-    unknown = [kind for heads in policy.classes for kind in heads if kind not in CLASSES]
-    if unknown:
+    if unknown := [kind for heads in policy.classes for kind in heads if kind not in CLASSES]:
         return f"class {shown(unknown[0])} is none of {', '.join(CLASSES)}"
     layers = policy.dense_layers
     if any(not 0 <= layer < shape[0] for layer in layers):

@@ -139,10 +139,10 @@ def _results(
         results["groups"] = backend.to_numpy(selection.groups)
         results["counts"] = backend.to_numpy(selection.counts)
         begin("attend")
-        states["gated"] = backend.attend(cache, 0, query, plan, selection)
+        states["sparse"] = backend.attend(cache, 0, query, plan, selection)
         if config.cache_config.correction_tokens:
             begin("correction")
-            states["correction"] = backend.attend_correction(cache, 0, plan, clear, selection, states["gated"][1])
+            states["correction"] = backend.attend_correction(cache, 0, plan, clear, selection, states["sparse"][1])
         begin("step")  # what statistics and error bounds also use; its parts are compared above
         out, seen = sparse_attention(backend, cache, 0, query, plan)
         # one kernel may do what the parts do; which groups these are, rounding decides, in both alike

@@ -2,8 +2,8 @@
 
 The heads' figures come from the true masses of a dense decode, so they say what the best possible summary could skip.
 From where sparse attention pays is measured with the method itself: where it keeps its KL, and where it saves time.
-DuoAttention (Xiao et al. 2024) trains a gate for each head; here a head is classed on the fly by the share of its mass
-that lies outside the first and the last tokens, without training.
+DuoAttention (Xiao et al. 2024) learns the class of each head; here it follows from the share of a head's mass that lies
+outside the first and the last tokens, without training.
 """
 
 import json
@@ -187,7 +187,7 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
         dense_layers=dense_layers,
         head_modes=modes_of(classes, dense_layers),
     )
-    sparse = np.array([[mode == "gate" for mode in heads] for heads in policy.head_modes])
+    sparse = np.array([[mode == "sparse" for mode in heads] for heads in policy.head_modes])
     out.write(_table(policy, needed, outside, config, out) + "\n\n")
     out.write(_verdict(policy, int(sparse.sum()), sparse.size) + "\n\n")
     kept = kept_at(session, config, recording, text.tokens, request.num_steps)
@@ -234,7 +234,7 @@ def _table(policy: HeadPolicy, needed: np.ndarray, outside: np.ndarray, config: 
                 f"{needed[layer].mean():.3f}",
                 f"{outside[layer].mean():.3f}",
                 f"{sum(kind == 'retrieval' for kind in heads)} of {len(heads)}",
-                "stays dense" if layer in policy.dense_layers else "gate",
+                "stays dense" if layer in policy.dense_layers else "sparse",
             ]
         )
     header = ["layer", "in best 10 %", f"needed for {MASS:.0%}", "outside", "retrieval", "verdict"]

@@ -175,7 +175,7 @@ def _decode(
 
 
 def _sparse_records(steps: _Steps, engine: Engine) -> list[StepRecord]:
-    """The gate's records of the steps that said something, with what they said and their times."""
+    """EPS's records of the steps that said something, with what they said and their times."""
     records = iter(engine.sparse.take_records())
     found: list[StepRecord] = []
     for rows, ms in steps:
@@ -193,7 +193,7 @@ def _sparse_records(steps: _Steps, engine: Engine) -> list[StepRecord]:
 
 
 def _like(engine: Engine) -> StepRecord:
-    """A step of the layers that a verified engine gates, of one token: what dense steps are written down by."""
+    """A step of the sparse layers of a verified engine, of one token: what dense steps are written down by."""
     spec = engine.sparse.spec
     assert spec is not None
     output = StepOutput(np.zeros((0, 0), np.float32), spec.dense_kv_bytes([1]))
@@ -201,8 +201,8 @@ def _like(engine: Engine) -> StepRecord:
 
 
 def _dense_records(steps: _Steps, sparse: StepRecord, computes_ahead: bool) -> list[StepRecord]:
-    """Steps of the engine alone, whose records are like that of a sparse one: every byte of the layers that EPS gates
-    was read, of sequences that have just ended too."""
+    """Steps of the engine alone, whose records are like that of a sparse one: every byte of the sparse layers was read,
+    of sequences that have just ended too."""
     token_bytes = sparse.bytes_kv_dense // sum(sparse.lengths)
     heads = np.ones_like(sparse.total_by_head)
     found, before = [], list[_Row]()

@@ -102,8 +102,7 @@ def ask(
 
 
 def follow_text(session: Session, tokens: list[int], steps: int, variants: dict[str, EpsConfig]) -> dict[str, Followed]:
-    """Return each variant's outcome, fed the text's own last `steps` tokens one by one. A teacher-forced prefill would
-    not exercise the gate."""
+    """Return each variant's outcome, fed the text's own last `steps` tokens one by one, as a prefill would be dense."""
     outcomes = run_document(session, Document.along(tokens, steps), variants)
     del outcomes[DENSE]
     return {name: Followed(*one.along_text(), *one.bytes_read()) for name, one in outcomes.items()}

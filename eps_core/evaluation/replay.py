@@ -301,7 +301,7 @@ class _Layer:
         selected_mask = (
             np.ones((kv_heads, groups), bool) if read.selection is None else self._visit(read.selection, groups)
         )
-        wanted = (stats.counts if stats.wanted is None else stats.wanted)[0]
+        wanted = (stats.counts if stats.counts_before_union is None else stats.counts_before_union)[0]
         error_bound = np.full(kv_heads, np.nan) if stats.skipped_mass_bound is None else stats.skipped_mass_bound[0]
         extended = np.zeros(kv_heads, np.int64) if stats.extended is None else stats.extended[0]
         assert stats.skipped_mass is not None

@@ -1,7 +1,7 @@
 """Documents under variants: prefilled once, decoded densely and by each variant, compared step by step.
 
 Variants differ in decode alone, which is all that EPS changes. All but the last token of a document is prefilled, so
-that what follows the prompt comes from the gate from the first token on.
+that what follows the prompt comes from sparse attention from the first token on.
 """
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence

@@ -18,8 +18,8 @@ def checked_kernels(
     backend: Backend, kernels: str, device: str, spec: CacheSpec, num_heads: int, cache_config: CacheConfig
 ) -> str:
     """The kernels asked for, if they say what array operations say on this device; of auto, array operations then take
-    the place. Raises ConfigError for named ones. What a device computes later fails out of the gate's sight, and what
-    is compiled late is waited for in the middle of a text: so it is asked, and compiled, now."""
+    the place. Raises ConfigError for named ones. A fault that a device finds later would go unseen, and late
+    compilation would hold up a text: so kernels are tried, and compiled, now."""
     found = resolve_kernels(kernels, backend.usable_kernels(device), device)
     if found == "arrays" or (device == "cpu" and found != "numba"):  # a GPU's kernels in a test
         return found

@@ -56,8 +56,8 @@ class _Step:
 
 
 class SparseAttention:
-    """Calls the gate for an engine's decode rows and counts. `on` is the live switch; `config` may be replaced by one
-    that keeps the same. Nothing that fails in here ends the engine's call: it attends densely, and is told."""
+    """Runs sparse attention for an engine's decode rows and counts. `on` is the live switch; `config` may be replaced
+    by one that keeps the same. Nothing that fails in here ends the engine's call: it attends densely, and is told."""
 
     def __init__(
         self,

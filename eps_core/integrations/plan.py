@@ -12,7 +12,7 @@ from eps_core.metrics.terminal import describe
 
 @dataclass(frozen=True)
 class Plan:
-    """`gated` model layers in order: their places are the layers of the cache. `dense`: layer -> why it is left.
+    """`sparse` model layers in order: their places are the layers of the cache. `dense`: layer -> why it is left.
     `most_tokens`: dense layer -> tokens of which it holds K and V at most, a sliding window's or 0 without attention;
     absent: of all."""
 
@@ -27,8 +27,8 @@ class Plan:
         dense = {layer: reason for layer, reason in enumerate(reasons) if reason is not None}
         if len(dense) == len(reasons):
             raise ConfigError(
-                f"EPS has nothing to gate in this model, whose {len(reasons)} layers are {_listed(dense)}: run it "
-                "with --method off"
+                f"no layer of this model can be sparse: its {len(reasons)} layers are {_listed(dense)}; run it with "
+                "--method off"
             )
         sparse = tuple(layer for layer, reason in enumerate(reasons) if reason is None)
         return cls(sparse, dense, {layer: most for layer, most in enumerate(most_tokens) if most is not None})
@@ -65,15 +65,15 @@ class Plan:
             return config
         require(
             len(modes) == self.num_layers,
-            f"head modes of {len(modes)} layers do not fit this model of {self.num_layers}, of which EPS gates "
-            f"{len(self.sparse)}: calibrate it",
+            f"head modes of {len(modes)} layers do not fit this model of {self.num_layers}, of which "
+            f"{len(self.sparse)} are sparse: calibrate it",
         )
         return config.replace(head_modes=tuple(modes[layer] for layer in self.sparse))
 
     def line(self, config: EpsConfig) -> str:
         """Return the line that a user is told at the start."""
         left = f"; left dense: {_listed(self.dense)}" if self.dense else ""
-        return f"eps: {describe(config)}; gates {len(self.sparse)} of {self.num_layers} layers{left}"
+        return f"eps: {describe(config)}; sparse in {len(self.sparse)} of {self.num_layers} layers{left}"
 
     @property
     def level(self) -> int:

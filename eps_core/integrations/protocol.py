@@ -39,7 +39,7 @@ class Engine(Protocol):
         stop: Sequence[int] = (),
     ) -> Iterator[Step]:
         """Continues prompts in one batch, as the engine itself does; a sequence ends after a token of `stop`. With
-        `gated` False the engine runs as if EPS were not there."""
+        `sparse` False the engine runs as if EPS were not there."""
         ...
 
     def describe(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class EngineRows:
         self.round: Round | None = None  # of verified decoding, where one is under way
 
     @property
-    def gates(self) -> bool:
+    def decodes_sparsely(self) -> bool:
         """Return whether single tokens are sparse: in verified decoding only drafts are."""
         return self.sparse.rounds is None or (self.round is not None and not self.round.verifying)
 

@@ -88,7 +88,7 @@ class Rounds:
         self, verify: SpeculativeConfig, weight_bytes: int, stats: Callable[[], dict[str, Any]],
         write: Callable[[RoundRecord, Any], None],
     ) -> None:  # fmt: skip
-        """`weight_bytes`: that one pass reads, see `decode.forward.Arithmetic`. `stats`: the gate's counters, which in
+        """`weight_bytes`: that one pass reads, see `decode.forward.Arithmetic`. `stats`: EPS's counters, which in
         verified decoding speak of drafts alone. `write` takes each record and its cache."""
         self.verify, self.weight_bytes = verify, weight_bytes
         self._stats, self._write = stats, write
@@ -99,7 +99,7 @@ class Rounds:
     def reset(self) -> None:
         self._counts: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
-        self._seen = 0, 0, 0  # what the gate has counted before this round
+        self._seen = 0, 0, 0  # what EPS has counted before this round
         self._begun = 0  # rounds
 
     def config(self, config: EpsConfig) -> EpsConfig:

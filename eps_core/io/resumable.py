@@ -7,6 +7,7 @@ from typing import Any, Self
 from eps_core.errors import ConfigError
 from eps_core.io.inputs import MOST_KEPT_BYTES, parse_json
 from eps_core.io.outputs import JsonlWriter, Output, to_json
+from eps_core.io.schema import current_modes
 
 Line = dict[str, Any]
 _VERSIONS = ("versions", "git_commit", "platform")  # may differ between starts, and are written at each
@@ -43,9 +44,7 @@ class ResumableFile:
         if not self.found:
             return
         for name, value in json.loads(to_json({name: self._first[name] for name in identity})).items():
-            there = self.found[0].get(name)
-            found = difference(name, there, value)
-            if found:
+            if found := difference(name, self.found[0].get(name), value):
                 raise ConfigError(
                     f"{self._path} holds another run's results: its {found}: ask for the same, or give another -o"
                 )
@@ -86,7 +85,7 @@ class ResumableFile:
 
 def difference(name: str, there: Any, now: Any) -> str | None:
     """Return how values of JSON differ, by the name of the innermost key, with the values where they are short."""
-    if there == now:
+    if there == now or (name.endswith("head_modes") and current_modes(there) == current_modes(now)):
         return None
     if isinstance(there, dict) and isinstance(now, dict):
         keys = dict.fromkeys((*now, *there))

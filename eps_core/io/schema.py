@@ -1,4 +1,4 @@
-"""Names of settings and of JSONL keys that changed with `schema: 2`, and how files of schema 1 are read."""
+"""Names of settings, JSONL keys and head modes that changed, and how files with the old ones are read."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +43,8 @@ KEYS = SETTINGS | {
     "tail": "correction",
     "tail_ms": "correction_ms",
     "tail_bytes": "correction_bytes",
+    "gated_exceeds_last_cache": "sparse_exceeds_last_cache",
+    "gated_tokens_per_s": "eps_tokens_per_s",
 }
 
 
@@ -51,6 +53,13 @@ def current_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     for old, name in SETTINGS.items():
         require(not (old in given and name in given), f"{old} is the former name of {name}: give one of them")
     return {SETTINGS.get(name, name): value for name, value in given.items()}
+
+
+def current_modes(value: Any) -> Any:
+    """Return head modes as tuples with `gate`, the former name of `sparse`, replaced."""
+    if isinstance(value, list | tuple):
+        return tuple(map(current_modes, value))
+    return "sparse" if value == "gate" else value
 
 
 def current(value: Any) -> Any:

@@ -157,7 +157,7 @@ def step_record(
     extended = _by_head(output.layers, "extended", lambda counts: (counts > 0).sum(axis=0))
     certified, true, estimated = (_by_head(output.layers, f"skipped_mass{kind}") for kind in ("_bound", "_true", ""))
     errors = _by_head(output.layers, "output_error_bound")
-    wanted = [int(layer.wanted.sum()) for layer in output.layers if layer.wanted is not None]
+    wanted = [int(layer.counts_before_union.sum()) for layer in output.layers if layer.counts_before_union is not None]
     masses = [layer.skipped_mass for layer in output.layers if layer.skipped_mass is not None]
     held, eviction = sum(lengths) * spec.num_layers * num_heads * spec.kv_token_bytes, output.eviction
     record = StepRecord(

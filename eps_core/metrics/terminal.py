@@ -243,7 +243,7 @@ def describe(config: EpsConfig) -> str:
     more += f", strict (epsilon {read.epsilon:g})" if read.strict else ""
     if read.head_modes is not None:
         modes = [mode for layer in read.head_modes for mode in layer]
-        more += f", {modes.count('gate')} of {len(modes)} kv heads sparse"
+        more += f", {modes.count('sparse')} of {len(modes)} kv heads sparse"
     whose = "for each kv head" if read.scope == "kv-head" else "for all kv heads together"
     return (
         f"{method}, {'single tokens' if cache.S == 1 else f'groups of {cache.S} tokens'}; reads {most}, {whose}, "

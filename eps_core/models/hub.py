@@ -94,7 +94,7 @@ def _refuse(name: str, revision: str | None, error: Exception) -> NoReturn:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
-        fix = f"is sparse: accept its terms on {constants.ENDPOINT}/{name}, then set HF_TOKEN or run `hf auth login`"
+        fix = f"is restricted: accept its terms on {constants.ENDPOINT}/{name}; set HF_TOKEN or run `hf auth login`"
     elif isinstance(error, errors.RepositoryNotFoundError):
         fix = "is neither a directory here nor a repository of the Hub: check the name; a private one needs HF_TOKEN"
     elif isinstance(error, errors.RevisionNotFoundError):

@@ -4,7 +4,7 @@ from eps_core.models import gemma3, llama, mistral, phi3, qwen2, qwen3
 
 FAMILIES = {one.FAMILY.model_type: one.FAMILY for one in (llama, mistral, qwen2, qwen3, phi3, gemma3)}
 
-# engine -> the families beyond these that its hook gates, as tests have it
+# engine -> the families beyond these whose layers its hook makes sparse, as tests have it
 ENGINE_FAMILIES: dict[str, tuple[str, ...]] = {"transformers": (), "mlx-lm": ("lfm2",), "vllm": ()}
 
 

@@ -140,7 +140,7 @@ def select(scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
     `layer` says which head modes apply, where the config has any."""
     batch, kv_heads, width = scores.estimate.shape
     config, lengths = plan.config, plan.lengths
-    modes = config.selection_config.head_modes[layer] if config.selection_config.head_modes else ("gate",) * kv_heads
+    modes = config.selection_config.head_modes[layer] if config.selection_config.head_modes else ("sparse",) * kv_heads
     selected_mask = np.zeros((batch, kv_heads, width), bool)
     always_selected = np.zeros(batch, np.int64)
     for b in range(batch):
@@ -149,23 +149,23 @@ def select(scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
             own = scores.estimate[b, head, :n]
             selected_mask[b, head, :n], forced = selection.selected(config, own, int(lengths[b]), modes[head])
             always_selected[b] = forced.sum()
-    wanted = None
+    counts_before_union = None
     if config.selection_config.scope == "union":
-        wanted = selected_mask.sum(axis=2).astype(np.int32)
+        counts_before_union = selected_mask.sum(axis=2).astype(np.int32)
         selected_mask[:] = selected_mask.any(axis=1, keepdims=True)
-    selected = _selection(selected_mask, always_selected, wanted)
-    if config.selection_config.policy == "topk" and wanted is None and set(modes) == {"gate"}:
-        return replace(selected, uniform=selected.counts[:, 0].astype(np.int64))
+    selected = _selection(selected_mask, always_selected, counts_before_union)
+    if config.selection_config.policy == "topk" and counts_before_union is None and set(modes) == {"sparse"}:
+        return replace(selected, common_counts=selected.counts[:, 0].astype(np.int64))
     return selected
 
 
-def _selection(selected_mask: np.ndarray, always_selected: np.ndarray, wanted: np.ndarray | None) -> Selection:
+def _selection(selected_mask: np.ndarray, always_selected: np.ndarray, before_union: np.ndarray | None) -> Selection:
     """The True entries of visit [B, Hkv, G] as ascending lists."""
     counts = selected_mask.sum(axis=2).astype(np.int32)
     groups = np.full((*counts.shape, max(int(counts.max()), 1)), -1, np.int32)
     for b, head in np.ndindex(*counts.shape):
         groups[b, head, : counts[b, head]] = np.flatnonzero(selected_mask[b, head])
-    return Selection(groups, counts, None, always_selected, wanted)
+    return Selection(groups, counts, None, always_selected, before_union)
 
 
 def selection_mask(selected: Selection, num_groups: int) -> np.ndarray:
@@ -227,7 +227,7 @@ def extend_selection(
     if selection_config.scope == "union":
         extra = extra.any(axis=1, keepdims=True) & ~selected_mask
     return _selection(extra, np.zeros(batch, np.int64), None), _selection(
-        selected_mask | extra, selected.always_selected, selected.wanted
+        selected_mask | extra, selected.always_selected, selected.counts_before_union
     )
 
 

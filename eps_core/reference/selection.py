@@ -81,13 +81,15 @@ def select_threshold(config: EpsConfig, estimate: np.ndarray, always_selected: n
     return selected_mask
 
 
-def selected(config: EpsConfig, estimate: np.ndarray, length: int, mode: str = "gate") -> tuple[np.ndarray, np.ndarray]:
+def selected(
+    config: EpsConfig, estimate: np.ndarray, length: int, mode: str = "sparse"
+) -> tuple[np.ndarray, np.ndarray]:
     """(visit [n], forced [n]) of one (sequence, kv head) by the configured policy, estimate [n]. A `dense` head selects
     everything, a `window` head what is always selected (and one group at least)."""
     always_selected = sink_and_recent(config, length) | np.isposinf(estimate)
     if mode == "dense":
         return np.ones_like(always_selected), always_selected
-    if mode == "gate" and config.selection_config.policy == "topk":
+    if mode == "sparse" and config.selection_config.policy == "topk":
         return select_topk(config, estimate, always_selected, length), always_selected
     selected_mask = always_selected.copy() if mode == "window" else select_threshold(config, estimate, always_selected)
     if not selected_mask.any():  # attention over nothing has no meaning

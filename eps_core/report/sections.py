@@ -207,7 +207,7 @@ def _time(cells: list[Line]) -> Part:
         line_y=(1.0, "dense"),
     )
     clocks = (
-        ("dense", "dense_decode_ms"), ("gated", "decode_ms"), ("pre-pass", "prepass_ms"), ("attention", "attention_ms")
+        ("dense", "dense_decode_ms"), ("sparse", "decode_ms"), ("pre-pass", "prepass_ms"), ("attention", "attention_ms")
     )  # fmt: skip
     table = table_of(
         timed,

@@ -4,8 +4,8 @@
         --model_args pretrained=DIR,eps_method=rq,eps_budget=0.05 --tasks NAME --include_path TASKS --output_path OUT
 
 is `lm-eval` with that name registered; every argument is the harness's own. EPS_METHOD, EPS_BUDGET, .. say the same.
-EPS gates decode steps: it changes tasks that generate (`generate_until`). Log-likelihoods of given text are one dense
-forward each, so multiple-choice tasks score as without EPS; `eps` in the results' config says what was read.
+EPS changes decode steps, so it changes tasks that generate (`generate_until`). Log-likelihoods of given text are one
+dense forward each, so multiple-choice tasks score as without EPS; `eps` in the results' config says what was read.
 """
 
 from contextlib import ExitStack

@@ -79,7 +79,7 @@ def test_settings_become_the_config_they_name() -> None:
         config.selection_config.num_recent_tokens,
     ) == (128, 4, 1.05, 512)
     assert config.selection_config.top_pages == 16  # a quarter of 8,192 tokens in groups of 128
-    modes = (("gate", "dense"), ("window", "gate"))
+    modes = (("sparse", "dense"), ("window", "sparse"))
     assert config_of(replace(setting, heads="retrieval"), modes).selection_config.head_modes == modes
     assert config_of(setting, modes).selection_config.head_modes is None
     assert config_of(Setting(method="rq", strict=True), None).cache_config.bound_bits == 8

@@ -283,7 +283,7 @@ def test_servers_that_eps_cannot_follow_do_not_start(monkeypatch: pytest.MonkeyP
     backend.Runtime(first, settings)
     with pytest.raises(ConfigError, match="several attention backends over one pool"):
         backend.Runtime(first, settings)
-    policy = EpsConfig.of(method="rq", head_modes=(("dense", "gate", "gate"),) * 2)
+    policy = EpsConfig.of(method="rq", head_modes=(("dense", "sparse", "sparse"),) * 2)
     with pytest.raises(ConfigError, match="head modes of 3 kv heads do not fit layers of 2"):
         backend.Runtime(runner(), Settings(policy))
     first.page_size = 16

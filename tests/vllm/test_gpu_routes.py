@@ -38,7 +38,7 @@ def test_everything_visited_is_the_stock_kernel_bit_for_bit(dtype: str) -> None:
             assert found["rows"] > 0 and found["bytes_ratio"] == 1.0 and not found["fallbacks"]
 
 
-def test_gated_rows_find_their_needles_beside_prefills() -> None:
+def test_sparse_rows_find_their_needles_beside_prefills() -> None:
     asked, answers = engines.needles(1500, 900, 1200)
     settings = {"method": "rq", "budget": 0.1}
     with engines.engine(engines.DEMO, settings, max_num_batched_tokens=256) as llm:

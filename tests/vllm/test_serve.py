@@ -87,7 +87,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that cannot gate; it takes its time to say so, beside the other one."""
+    """A server that EPS refuses; it takes its time to say so, beside the other one."""
     one = Server(tmp_path_factory.mktemp("refused"), {"method": "meanstd", "group_size": 128}, MORE)
     yield one
     one.end()
@@ -175,20 +175,20 @@ def test_counters_are_on_the_servers_own_page_and_knobs_turn(server: Server) -> 
         found = counters(server)
     assert found["eps_on"] == 1 and found["eps_bytes_kv_dense_total"] > found["eps_bytes_kv_read_total"] > 0
     assert found["eps_rows_total"] == known["rows"] > 0
-    assert "eps: rq" in server.log.read_text() and "gates 4 of 4 layers" in server.log.read_text()
+    assert "eps: rq" in server.log.read_text() and "sparse in 4 of 4 layers" in server.log.read_text()
     assert server.rpc("eps_set", on=False)["results"][0]["on"] is False
     streamed(server, prompt)
     assert server.rpc("eps_set", on=True)["results"][0]["on"] is True
 
 
-def test_a_server_that_cannot_gate_does_not_answer(refused: Server) -> None:
+def test_a_server_that_is_refused_does_not_answer(refused: Server) -> None:
     assert not refused.wait(300) and refused.process.wait(30) != 0
     said = refused.log.read_text()
     assert "ConfigError" in said and "no multiple of EPS's units of 128" in said
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--data-parallel-size"])
-def test_two_workers_gate_their_share(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_are_sparse_in_their_share(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     one = Server(tmp_path, SETTINGS, [*MORE, flag, "2"])
     try:
@@ -203,6 +203,6 @@ def test_two_workers_gate_their_share(flag: str, tmp_path: Path, monkeypatch: py
         assert sum(text.startswith(answer) for text, answer in zip(said, answers, strict=True)) >= 3
         workers = {line.split("{")[1].split("}")[0] for line in one.get("/metrics").splitlines() if "eps_on{" in line}
         assert workers == {'worker="0"', 'worker="1"'}
-        assert one.log.read_text().count("gates 4 of 4 layers") == 2
+        assert one.log.read_text().count("sparse in 4 of 4 layers") == 2
     finally:
         one.end()

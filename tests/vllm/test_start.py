@@ -15,7 +15,7 @@ from eps_cuda.integrations.vllm.asked import Asked, asked, fitted, refusals
 RQ = {"method": "rq", "budget": 0.1}
 
 
-def test_layers_that_cannot_be_gated_stay_dense_by_name(
+def test_layers_that_cannot_be_sparse_stay_dense_by_name(
     models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Gemma 3: sliding windows beside full attention, and a scale of its own."""
@@ -41,8 +41,8 @@ def test_layers_that_cannot_be_gated_stay_dense_by_name(
 @pytest.mark.parametrize(
     ("name", "settings", "more", "message"),
     [
-        ("mistral-window", RQ, {}, r"nothing to gate .* sliding window \(0-3\)"),
-        ("gemma2", RQ, {}, "nothing to gate .* logits soft-capping"),
+        ("mistral-window", RQ, {}, r"no layer of this model can be sparse.* sliding window \(0-3\)"),
+        ("gemma2", RQ, {}, "no layer of this model can be sparse.* logits soft-capping"),
         ("demo", RQ, {"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
         ("demo", {"method": "rqq"}, {}, "method 'rqq' is unknown"),
         ("demo", {"method": "rq", "budgets": 0.1}, {}, "unknown EPS setting budgets"),
@@ -59,7 +59,7 @@ def test_layers_that_cannot_be_gated_stay_dense_by_name(
         ("demo", {"method": "meanstd", "route": "stock", "scope": "kv-head"}, {}, "cannot have scope 'kv-head'"),
     ],
 )
-def test_what_cannot_be_gated_does_not_start(
+def test_what_cannot_be_sparse_does_not_start(
     name: str, settings: Any, more: dict[str, Any], message: str, models: dict[str, Path]
 ) -> None:
     with pytest.raises(Exception, match=message) as caught, engines.engine(models[name], settings, **more):
@@ -108,7 +108,7 @@ def configured(**changes: Any) -> Any:
 def test_whole_models_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     want = Asked(dict(RQ), "rows")
     refusals(configured(), want)
-    with pytest.raises(ConfigError, match=f"cannot gate a vLLM server with .*{named}"):
+    with pytest.raises(ConfigError, match=f"does not support a vLLM server with .*{named}"):
         refusals(configured(**changes), want)
 
 
@@ -157,7 +157,7 @@ def test_a_backend_that_is_not_hooked_refuses_a_server_that_asked() -> None:
         assert backend.get_impl_cls() is stock.get_impl_cls()
     with (
         set_current_vllm_config(VllmConfig(additional_config={"eps": RQ})),
-        pytest.raises(ConfigError, match="does not gate vLLM's attention backend FLEX_ATTENTION"),
+        pytest.raises(ConfigError, match="does not support vLLM's attention backend FLEX_ATTENTION"),
     ):
         backend.get_impl_cls()
 

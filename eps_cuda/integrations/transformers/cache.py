@@ -89,7 +89,7 @@ class EpsLayer(CacheLayerMixin):
             out, _ = sdpa_attention_forward(module, query, k, v, mask, scaling=scaling, **more)
             return out
 
-        if num_new > 1 or not rows.sparse.on or not rows.gates:
+        if num_new > 1 or not rows.sparse.on or not rows.decodes_sparsely:
             return whole()
         assert rows.paged is not None and rows.plan is not None
         cache, plan = rows.paged.cache, rows.plan
@@ -102,7 +102,7 @@ class EpsLayer(CacheLayerMixin):
             rows.sparse.fall_back(cache, self.index, plan, reason)
             return whole()
         q = query[:, :, 0]
-        usual = 1 / math.sqrt(width)  # what the gate scales by
+        usual = 1 / math.sqrt(width)  # what EPS scales by
         if scaling is not None and not math.isclose(scaling, usual, rel_tol=1e-6):
             q = q.float() * (scaling / usual)
         out = rows.sparse.attend(cache, self.index, q, plan, lambda: whole()[:, 0])
@@ -171,8 +171,8 @@ class EpsCache(Cache):
         self, model: Any, config: EpsConfig | None = None, *, sparse: SparseAttention | None = None, **settings: Any
     ) -> None:
         """`model` or its config; EPS as `config` says, or flat `settings` (method="rq", budget=0.05, ..; also metrics,
-        audit_every, kernels). `gated`: counters and config of another cache of the same model, shared with it.
-        Raises ConfigError for a model that has nothing to gate, naming why."""
+        audit_every, kernels). `sparse`: counters and config of another cache of the same model, shared with it.
+        Raises ConfigError for a model none of whose layers can be sparse, naming why."""
         text = text_config(model)
         asked = asked_for(config, settings)
         require(

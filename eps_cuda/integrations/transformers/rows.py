@@ -100,8 +100,8 @@ class Rows(EngineRows):
         require(
             key.shape == value.shape and key.shape[1] == spec.num_kv_heads and key.shape[3] == spec.head_dim,
             f"layer {self.sparse.plan.sparse[layer]} has {key.shape[1]} kv heads of {key.shape[3]} and values of "
-            f"{value.shape[3]}, the first sparse one {spec.num_kv_heads} of {spec.head_dim}: EPS gates layers of one "
-            "shape; run this model with --method off",
+            f"{value.shape[3]}, the first sparse one {spec.num_kv_heads} of {spec.head_dim}: EPS supports layers of "
+            "one shape; run this model with --method off",
         )
         self.write_slots(layer, self._own(key), self._own(value), self._slots)
 

@@ -17,7 +17,7 @@ from eps_core.integrations.versions import check_version
 from eps_core.models.tokenizer import end_tokens
 from eps_cuda.integrations.transformers.context import eps
 
-# flags of that server under which no cache of `generate` would be there to gate
+# flags of that server under which no cache of `generate` would be there to make sparse
 _REFUSED = {
     "--continuous-batching": "its continuous batching has a paged cache of its own",
     "--compile": "a compiled model has a static cache",

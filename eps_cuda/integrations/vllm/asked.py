@@ -139,8 +139,8 @@ def refusals(vllm_config: Any, want: Asked) -> None:
         "a prefix that attends both ways": bool(getattr(model, "is_mm_prefix_lm", False)),
         "a head policy under tensor parallelism": bool(heads) and parallel.tensor_parallel_size > 1,
     }
-    found = [what for what, there in wrong.items() if there]
-    require(not found, f"EPS cannot gate a vLLM server with {', '.join(found)}: start it without, or with method off")
+    found = ", ".join(what for what, there in wrong.items() if there)
+    require(not found, f"EPS does not support a vLLM server with {found}: start it without, or with method off")
 
 
 def dense_reason(impl: Any) -> str | None:

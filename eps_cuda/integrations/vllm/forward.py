@@ -37,9 +37,9 @@ class Forward:
         if prefilling is not None:
             past_prompt = ~on_host(prefilling)[: len(counts)].astype(bool)
         # a tensor, or False, asks for something else than causal attention
-        gates = past_prompt & (counts == 1) & (lengths > 0) & (metadata.causal is True)
-        decode = np.flatnonzero(gates)
-        others = np.flatnonzero(~gates & (counts > 0))
+        decodes = past_prompt & (counts == 1) & (lengths > 0) & (metadata.causal is True)
+        decode = np.flatnonzero(decodes)
+        others = np.flatnonzero(~decodes & (counts > 0))
         table = units_of(
             on_host(metadata.block_table)[: len(lengths)], lengths, block_tokens, config.cache_config.unit_tokens
         )
@@ -50,7 +50,7 @@ class Forward:
             dense = StepPlan.dense(config.cache_config, plan.table, plan.lengths)
             if len(others) or len(decode) != metadata.num_actual_tokens:
                 tokens = torch.from_numpy(starts[decode]).to(metadata.seq_lens.device)
-        num_verified = int((past_prompt & ~gates & (counts > 0)).sum())
+        num_verified = int((past_prompt & ~decodes & (counts > 0)).sum())
         return cls(starts, lengths, decode, others, num_verified, tokens, plan, dense, table)
 
     def rows_of(self, array: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def text(stats: dict[str, Any]) -> str:
     lines += ["# HELP eps_fallbacks_total layer rows attended densely, by reason", "# TYPE eps_fallbacks_total counter"]
     for reason, number in sorted(stats.get("fallbacks", {}).items()):
         lines.append(f'eps_fallbacks_total{{reason="{reason}"}} {number}')
-    lines += ["# HELP eps_on whether EPS gates", "# TYPE eps_on gauge", f"eps_on{{}} {int(stats['on'])}"]
+    lines += ["# HELP eps_on whether decode steps are sparse", "# TYPE eps_on gauge", f"eps_on{{}} {int(stats['on'])}"]
     return "\n".join(lines) + "\n"
 
 
@@ -104,7 +104,7 @@ def export() -> None:
                 for reason, number in stats["fallbacks"].items():
                     family.add_metric([reason, worker], number)
             yield family
-            gauge = GaugeMetricFamily("eps_on", "whether EPS gates", labels=["worker"])
+            gauge = GaugeMetricFamily("eps_on", "whether decode steps are sparse", labels=["worker"])
             for worker, stats in found.items():
                 gauge.add_metric([worker], int(stats["on"]))
             yield gauge

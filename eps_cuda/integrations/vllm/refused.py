@@ -1,6 +1,5 @@
-"""Attention backends that EPS does not gate, by name: each is the stock class, but that a server which was asked for
-EPS does not start with it, rather than to run without.
-"""
+"""Attention backends that EPS does not support, by name: each is the stock class, but that a server which was asked for
+EPS does not start with it, rather than to run without."""
 
 import importlib
 from typing import Any
@@ -32,7 +31,7 @@ def _impl_of(stock: Any, name: str) -> Any:
 
     if current_route() is not None:
         raise ConfigError(
-            f"EPS was asked for and does not gate vLLM's attention backend {name}: start it with --attention-backend "
-            "TRITON_ATTN, or with method off"
+            f"EPS was asked for and does not support vLLM's attention backend {name}: start it with "
+            "--attention-backend TRITON_ATTN, or with method off"
         )
     return stock.get_impl_cls()

@@ -1,4 +1,4 @@
-"""EPS in one vLLM worker: its settings, the layers it gates, the cache over the blocks that vLLM handed to them."""
+"""EPS in one vLLM worker: its settings, its sparse layers, the cache over the blocks that vLLM handed to them."""
 
 import logging
 from dataclasses import replace
@@ -23,7 +23,7 @@ logger = logging.getLogger("eps")
 
 class Runtime(PagedRuntime):
     """Made by the first layer of a model, started by its attention metadata's builder, given a cache by the first
-    write. `gated` and `plan` are there once it is started."""
+    write. `sparse` and `plan` are there once it is started."""
 
     def __init__(self, vllm_config: Any, want: Asked) -> None:
         refusals(vllm_config, want)

@@ -107,7 +107,7 @@ class PagedKVCache(_BaseCache, Attends):
             return stock_attention(queries, *self.keys_and_values(), None, scale=scale, mask=mask, sinks=sinks)
 
         pool, lengths = self.pool, self.lengths
-        if queries.shape[2] > 1 or not all(lengths) or self.end is not None or not pool.gates:
+        if queries.shape[2] > 1 or not all(lengths) or self.end is not None or not pool.decodes_sparsely:
             if len(lengths) > 1 and pool.sparse.rounds is not None:
                 pool.sparse.rounds.undrafted("a batch")
             out = dense()
@@ -119,7 +119,7 @@ class PagedKVCache(_BaseCache, Attends):
                 out = dense()
             else:
                 q, ratio = queries[:, :, 0], scale * math.sqrt(queries.shape[-1])
-                if abs(ratio - 1) > 1e-6:  # the gate scales by 1/sqrt(D)
+                if abs(ratio - 1) > 1e-6:  # EPS scales by 1/sqrt(D)
                     q = q.astype(mx.float32) * ratio
                 out = pool.sparse.attend(pool.paged.cache, self.layer, q, plan, lambda: dense()[:, :, 0])
                 out = out.astype(queries.dtype)[:, :, None]

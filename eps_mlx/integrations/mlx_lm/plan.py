@@ -133,6 +133,6 @@ def refuse_latent(model: Any) -> None:
         rank = getattr(module, "kv_lora_rank", None)
         if rank:
             raise ConfigError(
-                f"EPS cannot gate {name or 'this model'}: its cache holds latents of rank {rank} (MLA) and no keys; "
-                "run it with --method off"
+                f"EPS does not support {name or 'this model'}: its cache holds latents of rank {rank} (MLA) and no "
+                "keys; run it with --method off"
             )

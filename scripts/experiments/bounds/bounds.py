@@ -32,7 +32,7 @@ BOUNDED_ARMS: tuple[dict[str, Any], ...] = (
     *({"method": "rq", "rq_bounds": True, "mean_tokens": 32, "mean_bits": bits} for bits in (4, 8)),
     {"method": "rq", "rq_bounds": True, "mean_tokens": 64},
 )
-# bounded from codes of single keys: their bounds are made after the selection, so the gate alone checks them
+# bounded from codes of single keys: their bounds are made after the selection, so `run_sparse` alone checks them
 KEY_CODE_ARMS: tuple[dict[str, Any], ...] = (
     {"method": "rq", "bound_bits": 8, "mean_tokens": 64},
     {"method": "rq", "bound_bits": 4, "mean_tokens": 32},
@@ -226,10 +226,10 @@ def run_bounds(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
     return {"bounds": check_bounds(filled, hard_queries(filled, table[:, 0], trial.repeat, rng), table)}
 
 
-GATED_KINDS = ("gauss", "shifted", "equal", "outlier", "rank one", "antipodal", "mixed scales", "code edge")
+SPARSE_KINDS = ("gauss", "shifted", "equal", "outlier", "rank one", "antipodal", "mixed scales", "code edge")
 
 
-def run_gate(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
+def run_sparse(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
     """Error bounds and strict mode over ragged sequences of keys of one kind; queries towards keys that are mostly
     unread, of logits that leave something to bound."""
     rng = np.random.default_rng([trial.seed, 2])
@@ -237,7 +237,7 @@ def run_gate(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
     num_tokens = max(512 // config.cache_config.unit_tokens, 12) * config.cache_config.unit_tokens
     groups = num_tokens // config.cache_config.S
     num_groups = groups * trial.kv_heads
-    kind = str(rng.choice(GATED_KINDS))
+    kind = str(rng.choice(SPARSE_KINDS))
     k = make_keys(kind, num_groups, config.cache_config.S, trial.head_dim, rng)
     # groups far apart and tight within, where error bounds bite; at other times as they come
     if rng.integers(2):

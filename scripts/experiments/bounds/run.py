@@ -41,7 +41,7 @@ from experiments.bounds.bounds import (
     Trial,
     run_bounds,
     run_capture,
-    run_gate,
+    run_sparse,
     variant_name,
 )
 
@@ -87,7 +87,7 @@ def run(target: Target, trial: Trial, number: int) -> tuple[dict[str, Tally], di
     """(of random and hard data, of captured data: one layer a round)."""
     backend, device = load_backend(target[0]), target[1]
     made = run_bounds(backend, device, trial) if trial.config().cache_config.own_bounds else {}
-    made |= run_gate(backend, device, trial)
+    made |= run_sparse(backend, device, trial)
     if number >= len(_captured):
         return made, {}
     q, k, v = _captured[sorted(_captured)[number]]
@@ -136,7 +136,7 @@ def main() -> int:
             progress(sums["made"]["bounds"].checks, args.checks, f"{rounds} rounds")
 
     print("checks / violations / tightest gap in nats of each; roundings: the tightest bound in float32 roundings of a")
-    print("logit; strict: true share unread <= epsilon; layer: both of a whole gated layer\n")
+    print("logit; strict: true share unread <= epsilon; layer: both of a whole sparse layer\n")
     rows = []
     for key, tallies in sorted(cells.items(), key=lambda item: item[0]):
         entries = [f"{t.checks:,} / {t.violations} / {nats(t.gap)}" for t in tallies.values()]

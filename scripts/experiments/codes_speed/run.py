@@ -1,6 +1,6 @@
 """The time that K and V as codes save: one layer's dense and sparse attention over caches of 16, 8 and 4 bits.
 
-All caches hold the same tokens, and the gate visits as many groups in each: as fit --bytes of the dense bytes of the
+All caches hold the same tokens, and EPS selects as many groups in each: as fit --bytes of the dense bytes of the
 first. Before anything is timed, results are compared with float64 over what each cache holds. Times are medians of
 rounds in which all variants take turns, each with cold caches; besides, the processor time of the process, which says
 more where a CPU is shared and OMP_NUM_THREADS is 1. Appends a run line and one line a cache to a JSONL.
@@ -25,7 +25,7 @@ from shared import appended
 
 from eps_core.attention.layer import sparse_attention
 from eps_core.bench.data import DESCRIPTION, Shape, Source, fill
-from eps_core.bench.dense import DENSE_TOLERANCE, GateError
+from eps_core.bench.dense import DENSE_TOLERANCE, CheckError
 from eps_core.bench.plan import budgeted, moved_bytes
 from eps_core.bench.proof import check_sparse, check_values, dense_error, run_step
 from eps_core.config.bytes import kv_bytes
@@ -79,13 +79,15 @@ def main(
         layer = fill(eps, source, config, device, kernels, 1, platform.synchronize, kv_bits=(bits, bits))
         k, v = (platform.stack_heads([one]) for one in eps.read_kv(layer.cache, 0, layer.table[0], context))
         step = run_step(layer, config, platform.synchronize)
-        gate = check_sparse(layer, step, kernels, partial=True)
+        facts = check_sparse(layer, step, kernels, partial=True)
         right = check_values(layer, config, step, k, v)
         plan, plain = layer.plan(config), replace(layer.cache, kernels="arrays")
         dense = partial(eps.attend, layer.cache, 0, layer.q, plan, None)
         error = dense_error(layer, dense()[0], k, v)
         if not error <= DENSE_TOLERANCE[dtype]:
-            raise GateError(f"dense attention over {bits} bits is wrong: relative error {error:.2g}: nothing was timed")
+            raise CheckError(
+                f"dense attention over {bits} bits is wrong: relative error {error:.2g}: nothing was timed"
+            )
         variants[bits, "dense"] = dense
         variants[bits, "attend"] = partial(eps.attend, layer.cache, 0, layer.q, plan, step.selection)
         variants[bits, "step"] = partial(sparse_attention, eps, layer.cache, 0, layer.q, plan)
@@ -95,8 +97,8 @@ def main(
             variants[bits, "attend by arrays"] = partial(eps.attend, plain, 0, layer.q, plan, listed)
         method_spec[bits] = {
             "kv_bits": bits, "dense_bytes": kv_bytes(1, kv_heads, head_dim, context, dtype, (bits, bits)),
-            "attend_bytes": gate["kv_bytes"], "step_bytes": moved_bytes(layer, config, gate["kv_bytes"])["step"],
-            "groups_selected": gate["groups_selected"], "selected_ratio": gate["selected_ratio"], "check": right,
+            "attend_bytes": facts["kv_bytes"], "step_bytes": moved_bytes(layer, config, facts["kv_bytes"])["step"],
+            "groups_selected": facts["groups_selected"], "selected_ratio": facts["selected_ratio"], "check": right,
             "dense_error": error,
         }  # fmt: skip
     samples: dict[tuple[int, str], list[float]] = {name: [] for name in variants}

@@ -1,9 +1,9 @@
 """How one cell of a grid is measured.
 
 Its quality and its time are measured on the decode path, token by token, beside a dense decode of the same documents:
-a teacher-forced prefill would not exercise the gate. The dense prefill of a document and what a dense decode says of it
-are shared by every cell that needs them, within one process; dense times are not: a machine's speed wanders by a half
-within an hour, so each cell decodes its texts densely again, in turn with its own decode.
+a teacher-forced prefill would be dense. The dense prefill of a document and what a dense decode says of it are shared
+by every cell that needs them, within one process; dense times are not: a machine's speed wanders by a half within an
+hour, so each cell decodes its texts densely again, in turn with its own decode.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Measured by round trip: when a document's prefill ends its K and V are replaced by what a format can say of them, in a
 cache of 16 bits that is decoded from; there is no pool of the format. Tokens that follow stay as they are. Bytes are
-the format's own, over those of a bfloat16 cache: all that is kept is read, unless EPS gates it.
+the format's own, over those of a bfloat16 cache: all that is kept is read, unless EPS skips it.
 
     python scripts/experiments/kv_formats/run.py --contexts 4096 --needles 20 --texts 4 --text-steps 48
 
@@ -146,7 +146,7 @@ class Run:
 
     def bytes_read(self, first: int = 0) -> int:
         """K, V and summaries read from step `first` on: tables whole, rows at the format's mean, decoded tokens as they
-        are. A gate may have left some of these unread; they count as read."""
+        are. EPS may have left some of these unread; they count as read."""
         rows = sum(layer.row_bytes for layer in self.layers) / self._plain_bytes
         read = 0.0
         for step, record in enumerate(self.outcome.records):

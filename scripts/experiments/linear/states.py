@@ -107,7 +107,7 @@ class LinearDecoder(Decoder):
     def step(  # type: ignore[override]
         self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, lengths: np.ndarray, *more: Any
     ) -> tuple[Any, StepOutput]:
-        """`Decoder.step` of one sequence, which is never gated."""
+        """`Decoder.step` of one sequence, which is never sparse."""
         assert len(tokens) == 1, "a state is of one sequence"
         eps, model = self.backend, self.model
         self._check_tokens(tokens)

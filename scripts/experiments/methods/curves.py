@@ -2,8 +2,8 @@
 
 Every variant of one document shares one dense prefill; its K and V are written into the variant's own cache, so that
 only the decode differs, which is all that EPS changes. Bytes are of a bfloat16 cache and count the summaries that
-scoring reads. KL is measured token by token along the decode path, never by a teacher-forced prefill, which would not
-exercise the gate.
+scoring reads. KL is measured token by token along the decode path, never by a teacher-forced prefill, which would
+be dense.
 """
 
 import argparse

@@ -36,7 +36,8 @@ def curl(url: str, model: str, messages: list[dict[str, str]], max_tokens: int) 
 def langchain(url: str, model: str, messages: list[dict[str, str]], max_tokens: int) -> str:
     from langchain_openai import ChatOpenAI
 
-    chat = ChatOpenAI(base_url=url, api_key="none", model=model, max_completion_tokens=max_tokens, temperature=0)
+    settings: Any = {"base_url": url, "api_key": "none", "model": model, "temperature": 0}
+    chat = ChatOpenAI(**settings)
     return "".join(str(piece.content) for piece in chat.stream(messages, max_tokens=max_tokens))
 
 

@@ -44,7 +44,7 @@ from experiments.soak.clients import CLIENTS
 
 START_SECONDS, SAMPLE_SECONDS = 600, 5
 TURNS, ANSWER_TOKENS = 3, 24
-ODD_EVERY = 8  # requests of a user between two that are broken off or malformed
+ODD_EVERY = 3  # requests of a user between two that are broken off or malformed
 MALFORMED: dict[str, dict[str, Any]] = {
     "no messages": {"messages": None}, "messages of another type": {"messages": 3},
     "max_tokens below 0": {"max_tokens": -1}, "a word for max_tokens": {"max_tokens": "many"},

@@ -7,7 +7,7 @@ paper's abstract says so much; the rest is our reconstruction: the mean over sco
 the running mean's decay, and score heads that give most of their mass outside sinks and latest tokens at a prompt's
 end.
 
-A baseline beside `decode.verified`, whose rounds it runs unchanged; drafts are the gate's. Evaluation only. Letters as
+A baseline beside `decode.verified`, whose rounds it runs unchanged; drafts are EPS's. Evaluation only. Letters as
 in `attention.protocol`; T tokens, N new rows of a pass.
 
     python scripts/experiments/sparse_verify/run.py --contexts 4096 --needles 10 --text-steps 64
@@ -180,7 +180,7 @@ class SparseDecoder(Decoder):
 def decode_sparse(
     session: Session, document: Document, config: EpsConfig, verify: SpeculativeConfig, sparse: Sparse
 ) -> Outcome:
-    """Return how a document of two tokens or more goes on where sparse passes judge the gate's drafts, greedily."""
+    """Return how a document of two tokens or more goes on where sparse passes judge EPS's drafts, greedily."""
     observed = Observed(session.backend, session.spec, PolicySpec("of the score heads", window=WINDOW))
     prefix = session.prefix(document.prompt[:-1], observed=observed)
     cache, pool = session.cache(config.cache_config, len(document.prompt) + document.num_steps)

@@ -100,7 +100,7 @@ def decide(cells: Iterable[Mapping[str, Any]], tasks: Iterable[Mapping[str, Any]
         for cell in cells
         if number(cell.get("bytes_ratio")) is not None
         and cell.get("method") not in (*EVALUATION_METHODS, "off")
-        and not cell.get("verified")  # whose text is the dense one: it says nothing of the gate's quality
+        and not cell.get("verified")  # whose text is the dense one: it says nothing of EPS's quality
     ]
     if not measured:
         return Verdict(UNDECIDED, ("no measured cell of a method is in the data",))

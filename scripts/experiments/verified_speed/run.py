@@ -51,7 +51,7 @@ class Bench:
         self.slots: dict[str, np.ndarray] = {}
         self.tables: dict[str, np.ndarray] = {}
         room, rng = max(DRAFTS) + 2, np.random.default_rng(0)
-        for name, cache_config in (("dense", CacheConfig()), ("gated", config.cache_config)):
+        for name, cache_config in (("dense", CacheConfig()), ("sparse", config.cache_config)):
             cache, pool = session.cache(cache_config, context + room)
             sequence, _ = pool.open()
             slots, _ = pool.append(sequence, [0] * (context + room))
@@ -78,11 +78,11 @@ class Bench:
 
     def verify(self, drafts: int) -> None:
         """A pass of so many drafts and one token more, all of them kept."""
-        slots = self.slots["gated"][self.context : self.context + drafts + 1]
-        rows = Rows.of(self.tables["gated"], np.array([self.context + drafts + 1]), np.array([drafts + 1]))
+        slots = self.slots["sparse"][self.context : self.context + drafts + 1]
+        rows = Rows.of(self.tables["sparse"], np.array([self.context + drafts + 1]), np.array([drafts + 1]))
         tokens = np.full(drafts + 1, 5)
-        cache, output = self.decoder.verify(self.caches["gated"], tokens, slots, rows)
-        self.caches["gated"] = self.decoder.commit(cache, output, np.arange(drafts + 1), slots)
+        cache, output = self.decoder.verify(self.caches["sparse"], tokens, slots, rows)
+        self.caches["sparse"] = self.decoder.commit(cache, output, np.arange(drafts + 1), slots)
 
 
 def times(parts: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
@@ -104,13 +104,13 @@ def measure(session: Session, context: int, rounds: int, quantised: bool) -> dic
     parts: dict[str, Callable[[], None]] = {
         "dense": lambda: bench.step("dense", bench.decoder, dense=True),
         # what a round without drafts costs: the cache keeps its summaries up to date
-        "dense_kept": lambda: bench.step("gated", bench.decoder, dense=True),
-        "gated": lambda: bench.step("gated", bench.decoder),
-        "draft": lambda: bench.step("gated", bench.decoder, draft=True),
+        "dense_kept": lambda: bench.step("sparse", bench.decoder, dense=True),
+        "sparse": lambda: bench.step("sparse", bench.decoder),
+        "draft": lambda: bench.step("sparse", bench.decoder, draft=True),
     }
     if quantised:
         small = session.drafter(SpeculativeConfig("tokens", weights="4bit"))
-        parts["draft_4bit"] = lambda: bench.step("gated", small, draft=True)
+        parts["draft_4bit"] = lambda: bench.step("sparse", small, draft=True)
     for drafts in DRAFTS:
         parts[f"verify_{drafts}"] = partial(bench.verify, drafts)
     ms = times(parts, rounds)
@@ -119,7 +119,7 @@ def measure(session: Session, context: int, rounds: int, quantised: bool) -> dic
     return {
         "context_tokens": context,
         "ms": ms,
-        "gated_times_as_fast": ms["dense"] / ms["gated"],
+        "sparse_times_as_fast": ms["dense"] / ms["sparse"],
         "v0": ms["dense_kept"] / ms["dense"],
         "c": costs,
         "v": v,
@@ -163,8 +163,8 @@ def main(
                 v = ", ".join(f"v({g}) {x:.2f}" for g, x in row["v"].items())
                 c = ", ".join(f"{cost:.2f}" for cost in row["c"].values())
                 print(
-                    f"{name} {one:,} tokens: dense {row['ms']['dense']:.1f} ms, gate "
-                    f"{row['gated_times_as_fast']:.2f} x, v0 {row['v0']:.2f}, c {c}, {v}",
+                    f"{name} {one:,} tokens: dense {row['ms']['dense']:.1f} ms, sparse "
+                    f"{row['sparse_times_as_fast']:.2f} x, v0 {row['v0']:.2f}, c {c}, {v}",
                     flush=True,
                 )
 

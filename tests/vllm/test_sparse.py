@@ -87,7 +87,7 @@ def test_steps_are_those_of_our_own_decoder(settings: dict[str, Any], monkeypatc
     assert same >= 0.998 * selected, f"{selected - same} of {selected} groups differ"
 
 
-def test_needles_are_answered_dense_and_gated() -> None:
+def test_needles_are_answered_dense_and_sparse() -> None:
     asked, answers = engines.needles(8000, 6000, 7001, 4003)
     more = {"max_model_len": 8320, "max_num_batched_tokens": 1024}
     with engines.engine(engines.DEMO, {"method": "rq", "budget": 0.05}, **more) as llm:
