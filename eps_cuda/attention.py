@@ -19,8 +19,7 @@ from eps_core.backend.ops import Ops
 from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.cache import Cache
-from eps_cuda.device import multiplies
-from eps_cuda.ops import OPS
+from eps_cuda.ops import OPS, multiplies
 
 State = tuple[Tensor, Tensor]
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.cpu import host
+from eps_core.cpu.host import host_name
 from eps_core.cpu.memory import advise_huge_pages
 from eps_core.errors import ConfigError
 
@@ -24,13 +24,7 @@ def devices() -> list[str]:
 def device_name(device: str) -> str:
     """Return the name that the device gives itself, for measurements."""
     place = device_of(device).type
-    return host.host_name() if place == "cpu" else gpu(place).get_device_name()
-
-
-def multiplies(x: Tensor) -> bool:
-    """Return whether the device of x multiplies numbers of its dtype itself. A CPU that widens bfloat16 takes several
-    times as long for matrices of many rows as in float32."""
-    return x.dtype != torch.bfloat16 or x.device.type != "cpu" or host.computes_bfloat16()
+    return host_name() if place == "cpu" else gpu(place).get_device_name()
 
 
 def gpu(device: str) -> Any:

@@ -19,8 +19,8 @@ from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.models.spec import ModelSpec
 from eps_core.models.weights import load_weights
 from eps_cuda.cache import Cache
-from eps_cuda.device import DTYPES, device_of, from_numpy, multiplies
-from eps_cuda.ops import OPS
+from eps_cuda.device import DTYPES, device_of, from_numpy
+from eps_cuda.ops import OPS, multiplies
 from eps_cuda.quantised_weights import pack_groups, pack_rows
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -11,11 +11,18 @@ from torch import Tensor
 
 from eps_core.backend.ops import Ops
 from eps_core.backend.summaries.rq import levels_of, unpack_codes
+from eps_core.cpu import host
 from eps_cuda.device import DTYPES, empty_pool, to_numpy
 from eps_cuda.kernels.choose import kernels_of
 
 FULL = {bool: torch.bool, int: torch.int32, float: torch.float32}  # dtypes of `full`
 PIECE_GROUPS = 256  # groups that a CPU decodes at once, to stay in its cache; changes speed only
+
+
+def multiplies(x: Tensor) -> bool:
+    """Return whether the device of x multiplies numbers of its dtype itself. A CPU that widens bfloat16 takes several
+    times as long for matrices of many rows as in float32."""
+    return x.dtype != torch.bfloat16 or x.device.type != "cpu" or host.computes_bfloat16()
 
 
 def _reduced(reduce: Callable[..., Tensor]) -> Any:
