@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from eps_core.errors import require
 from eps_core.io import outputs
 
 
@@ -16,7 +17,8 @@ def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]], rul
 
 
 def rows_of(path: Path, *types: str) -> list[dict[str, Any]]:
-    """Return the rows of these types of a JSONL, which its script wrote."""
+    """Return the rows of these types of a JSONL, which its script wrote. Raises ConfigError where it is absent."""
+    require(path.is_file(), f"{path} is absent: measure first, or name the file of the rows with -o")
     lines = map(json.loads, path.read_text("utf-8").splitlines())
     return [line for line in lines if line.get("type") in types]
 

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import shared
 import speed_tables
 import tables
 
+from eps_core.errors import ConfigError
 from experiments.real import answers
 from experiments.real import run as real
 
@@ -109,6 +111,11 @@ def test_look_ups_and_verified_texts_by_hand() -> None:
     rows.append({**rows[0], "draft_budget": 0.1, "acceptance": 1.0})
     line = "| m | 4,096 | 0.8 | 2 x 48 | 0.150 | 0.600 | 8.0 | 1 of 2 |"
     assert line in answers.verified_table([asked, *rows])
+
+
+def test_tables_of_an_absent_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rows\.jsonl is absent: measure first"):
+        shared.rows_of(tmp_path / "rows.jsonl", "row")
 
 
 def test_raw_rows_name_no_place_of_the_machine_that_made_them() -> None:
