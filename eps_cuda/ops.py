@@ -20,9 +20,8 @@ PIECE_GROUPS = 256  # groups that a CPU decodes at once, to stay in its cache; c
 
 
 def multiplies(x: Tensor) -> bool:
-    """Return whether the device of x multiplies numbers of its dtype itself. A CPU that widens bfloat16 takes several
-    times as long for matrices of many rows as in float32."""
-    return x.dtype != torch.bfloat16 or x.device.type != "cpu" or host.computes_bfloat16()
+    """Return whether the device of x multiplies numbers of its dtype itself, without widening them."""
+    return x.dtype != torch.bfloat16 or x.device.type != "cpu" or not host.widens_bfloat16()
 
 
 def _reduced(reduce: Callable[..., Tensor]) -> Any:

@@ -15,6 +15,7 @@ from eps_core.decode import cost
 from eps_core.decode.cost import Cost, cost_of, measure
 from eps_core.decode.session import Session
 from eps_core.io import caches
+from eps_core.load import load_backend
 
 SPEC = CacheSpec(4, 2, 16, 1)
 CONFIG = EpsConfig.of(method="rq")
@@ -46,6 +47,18 @@ def cache_config(tmp_path, monkeypatch) -> None:
 )
 def test_break_even(contexts: tuple, dense: tuple, sparse: tuple, expected: int | None) -> None:
     assert Cost(contexts, dense, sparse).min_context == expected
+
+
+def test_caches_are_emptied_before_each_call(monkeypatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(cost.host, "flusher", lambda num_bytes, device: lambda: calls.append("flush"))
+    dense, sparse = cost._medians(
+        [lambda: calls.append("dense"), lambda: calls.append("sparse")], cost.host.flusher(1, "cpu")
+    )
+    assert min(dense, sparse) > 0 and calls == ["flush", "dense", "flush", "sparse"] * (2 + cost.ROUNDS)
+    calls.clear()
+    measure(load_backend("numpy"), "cpu", "arrays", SPEC, 4, CONFIG, 256)
+    assert calls.count("flush") == 2 * (2 + cost.ROUNDS)  # of a CPU
 
 
 def test_measures_every_backend_once_and_keeps_it(target, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""What the hooks of all engines share: a pool that grows and goes back, sparse attention with fallbacks, settings."""
+"""The parts that the hooks of all engines share: a pool that grows and goes back, fallbacks, settings."""
 
 import json
 import logging

@@ -193,7 +193,7 @@ def test_half_precision_is_as_accurate_as_transformers(name: str, target: tuple,
 def test_a_cpu_that_widens_bfloat16_multiplies_many_rows_in_float32(
     saved: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "computes_bfloat16", lambda: False)
+    monkeypatch.setattr(host, "widens_bfloat16", lambda: True)
     path = saved("llama2-bf16-sharded")
     model = eps_cuda.load_model(path, read_spec(path), "bfloat16", "cpu")
     name, rows = "layers.0.down", np.random.default_rng(0).standard_normal((eps_cuda.model.WIDE_ROWS, 96), np.float32)
@@ -202,6 +202,9 @@ def test_a_cpu_that_widens_bfloat16_multiplies_many_rows_in_float32(
     assert torch.equal(model.linear(x, weight, None), product.bfloat16())
     bias = torch.linspace(-1, 1, len(weight)).bfloat16()
     assert torch.equal(model.linear(x, weight, bias), (product + bias.float()).bfloat16())
+    q, k, v = (torch.from_numpy(rows).bfloat16().view(10, 4, 24)[:, :n] for n in (4, 2, 2))
+    wide = eps_cuda.attend_chunk(None, q.float(), k.float(), v.float())
+    assert torch.equal(eps_cuda.attend_chunk(None, q, k, v), wide.bfloat16())
     few = model.linear(x[:1], weight, None)  # the weight is read as it is
     assert few.dtype == torch.bfloat16 and torch.allclose(few.float(), product[:1], rtol=1e-2, atol=1e-2)
 

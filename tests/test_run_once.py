@@ -128,7 +128,8 @@ def test_stored_prompts_are_loaded_once_for_both_sides(
 def test_weights_are_bfloat16_where_a_cpu_decodes_them_faster(
     tmp_path: Path, decodes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "decodes_bfloat16", lambda: decodes)
+    monkeypatch.setattr(host, "computes_bfloat16", lambda: False)
+    monkeypatch.setattr(host, "widens_bfloat16", lambda: decodes)
     for name, stored in (("llama2-bf16-sharded", "bfloat16"), ("qwen2-fp16", "float16"), ("mistral", "float32")):
         path = tiny_models.save_model(name, tmp_path / name)
         for backend in ("cuda", "numpy"):

@@ -97,7 +97,8 @@ class Session:
         module = load_backend(backend)
         device = choose_device(module, device)
         if dtype == "auto":
-            short = spec.stored_dtype == "bfloat16" and backend_name(module) == "cuda" and host.decodes_bfloat16()
+            short = spec.stored_dtype == "bfloat16" and backend_name(module) == "cuda"
+            short = short and (host.computes_bfloat16() or host.widens_bfloat16())
             # in 16 bits a pass over several tokens rounds otherwise than steps do, and near ties end otherwise
             short = short and not verify.enabled
             dtype = spec.stored_dtype if device != "cpu" or short else "float32"

@@ -57,7 +57,7 @@ class _Step:
 
 class SparseAttention:
     """Runs sparse attention for an engine's decode rows and counts. `on` is the live switch; `config` may be replaced
-    by one that keeps the same. Nothing that fails in here ends the engine's call: it attends densely, and is told."""
+    by one that keeps the same. Nothing that fails in here ends the engine's call: it attends densely and logs."""
 
     def __init__(
         self,

@@ -173,7 +173,7 @@ def conversations(server: Server, text: str, codes: dict[str, str], number: int)
 
 
 class Log:
-    """What all users saw, and the server's memory by time."""
+    """Counts, times and faults of all users' requests, and the server's memory by time."""
 
     def __init__(self) -> None:
         self.lock, self.counts, self.faults = threading.Lock(), Counter[str](), list[str]()
