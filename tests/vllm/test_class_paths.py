@@ -1,6 +1,7 @@
 """vLLM's selectors return the name of a backend's class and import it by that: each of ours is found so."""
 
 import importlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,11 @@ UNUSED = ("CUSTOM", "NO_ATTENTION")
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # modules for other devices import vLLM's operators by the name of one build: beside another (of CPUs without
+    # AVX-512), which registers the same ones, that ends the process
+    if "vllm._C" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "vllm._C", None)
     register()
     yield
 
