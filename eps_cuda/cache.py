@@ -28,7 +28,7 @@ class Cache(shared.ArrayCache):
     # triton: graph.StaticStep by model, batch, width and config, oldest first
     steps: dict[Any, Any] = field(default_factory=dict)
     # numba: pools as numpy sees them, by their id, and the pools, which keep it theirs: a twentieth of a step of 2k
-    views: dict[int, tuple[Tensor, np.ndarray]] = field(default_factory=dict)
+    views: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     def plain(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V as they are, for kernels that know no codes."""

@@ -48,6 +48,7 @@ class Model(ArrayModel):
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], dtype: str, device: str) -> None:
         super().__init__(spec, weights, dtype, device)
         self.joined: dict[str, Joined] = {}
+        self._few_rows: Any = None  # `few_rows.FewRows` of it, or itself where there is none
         if device == "cpu":
             self._place_weights()
 
@@ -71,7 +72,9 @@ class Model(ArrayModel):
             raise ConfigError(
                 f"{bits}-bit weights need the CPU in Torch, and the model is on {self.device}: use full weights"
             )
-        return super().quantised(bits)
+        small = super().quantised(bits)
+        small._few_rows = None
+        return small
 
     def pack(self, weight: Tensor, group_size: int, bits: int) -> Callable[[Tensor, Tensor | None], Tensor]:
         return pack_rows(weight) if bits == 8 else pack_groups(weight, group_size)
@@ -97,15 +100,21 @@ class Model(ArrayModel):
         return self.linear(x, joined.weight, joined.bias).split(joined.sizes, dim=-1)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) == 1 and x.dtype == torch.bfloat16 and self.device == "cpu" and torch.cpu._is_amx_tile_supported():
-            # with AMX, Torch's product of matrices takes a single row at half of the memory's speed; without, it is
-            # 1.3 to 1.8 times as fast as the product with a vector
-            y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
-            return y[None]
         if len(x) >= WIDE_ROWS and not multiplies(x):
             wide = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
             return wide.to(x.dtype)
         return functional.linear(x, weight, bias)
+
+    def for_rows(self, kernels: str, rows: int) -> Any:
+        if kernels != "numba":
+            return self
+        from eps_cuda import few_rows  # imports numba, which only these kernels need
+
+        if rows > few_rows.MOST_ROWS:
+            return self
+        if self._few_rows is None:
+            self._few_rows = few_rows.FewRows.of(self) or self
+        return self._few_rows
 
     def whole_step(
         self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool

@@ -12,7 +12,7 @@ from eps_core.backend.ops import Ops
 from eps_core.backend.summaries.rq import stored_means
 from eps_core.config.cache import CacheConfig
 from eps_core.cpu import calls, kernels, write
-from eps_core.cpu.calls import Chosen
+from eps_core.cpu.calls import Chosen, Host
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import part_dims
@@ -37,9 +37,9 @@ class CpuKernels:
         """Return the backend's array of a host array."""
         raise NotImplementedError
 
-    def pools(self, cache: Any) -> Callable[[Array], np.ndarray]:
-        """Return `host` for the arrays that a cache keeps."""
-        return self.host
+    def pools(self, cache: Any) -> Host:
+        """Return what shows the arrays that a cache keeps."""
+        return Host(self.host)
 
     def run(self, kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
         """Run a kernel in every thread."""

@@ -1,7 +1,7 @@
 """The calls of the CPU kernels: of each part of a sparse layer the kernel, its phases, its arguments, and the arrays
 that it fills. `kernels` runs them, one by one or all in one.
 
-`cache` is a backend's; `host` shows one of its arrays as numpy without a copy (bfloat16 as uint16).
+`cache` is a backend's; `host` shows its arrays.
 """
 
 import functools
@@ -15,7 +15,6 @@ from eps_core.cpu import attend, best, threads, unit_vectors, units, vectors, wr
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import PARTS, QUERY_STEPS, part_dims
 
-Host = Callable[[Any], np.ndarray]
 _ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16}  # as kernels see a dtype
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
 ROWS_PER_THREAD = 1  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
@@ -69,16 +68,29 @@ def _flat_pool(pool: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
     return lanes(flat), (unit, head, token)
 
 
-def rows_of(pool: Any, dtype: str, host: Host) -> tuple[Any, tuple[int, int, int]]:
-    """A pool of K or V as `pool_vectors` reads it, and the strides of a unit, a kv head and a token in what names a
-    row."""
-    if not hasattr(pool, "codes"):
-        return _flat_pool(host(pool))
-    codes, scale = host(pool.codes), host(pool.scale)
-    assert codes.flags.c_contiguous and scale.flags.c_contiguous, "codes of K or V do not lie together"
-    _, kv_heads, unit_tokens = scale.shape
-    of = np.empty(0, _ELEMENTS[dtype])
-    return (codes.reshape(-1), lanes(scale), of), (kv_heads * unit_tokens, unit_tokens, 1)
+class Host:
+    """A backend's arrays as kernels read them: `show` is one as numpy without a copy (bfloat16 as uint16)."""
+
+    def __init__(self, show: Callable[[Any], np.ndarray]) -> None:
+        self.show = show
+
+    def __call__(self, array: Any) -> np.ndarray:
+        return self.show(array)
+
+    def flat(self, array: Any) -> np.ndarray:
+        """Return an array as `lanes`."""
+        return lanes(self.show(array))
+
+    def rows(self, pool: Any, dtype: str) -> tuple[Any, tuple[int, int, int]]:
+        """Return a pool of K or V as `pool_vectors` reads it, and the strides of a unit, a kv head and a token in what
+        names a row."""
+        if not hasattr(pool, "codes"):
+            return _flat_pool(self.show(pool))
+        codes, scale = self.show(pool.codes), self.show(pool.scale)
+        assert codes.flags.c_contiguous and scale.flags.c_contiguous, "codes of K or V do not lie together"
+        _, kv_heads, unit_tokens = scale.shape
+        of = np.empty(0, _ELEMENTS[dtype])
+        return (codes.reshape(-1), lanes(scale), of), (kv_heads * unit_tokens, unit_tokens, 1)
 
 
 def aligned(*shapes: tuple[int, ...]) -> list[np.ndarray]:
@@ -118,9 +130,9 @@ def unsupported_scoring(cache: Any, plan: StepPlan) -> str | None:
     return None
 
 
-def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host) -> tuple[Call, np.ndarray]:
-    """Return the call that scores q [B, Hq, D] float32, and estimate [B, Hkv, G] float32, which it fills. Needs a cache
-    of which `unsupported_scoring` is None."""
+def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, estimate: np.ndarray) -> Call:
+    """Return the call that scores q [B, Hq, D] float32 and fills estimate [B, Hkv, G] float32. Needs a cache of which
+    `unsupported_scoring` is None."""
     cache_config, spec = cache.cache_config, cache.spec
     batch, num_heads, head_dim = q.shape
     sums = plan.config.selection_config.combine == "sum"
@@ -130,8 +142,7 @@ def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host) -
     spans = groups // per_span
     # without waiting for other threads where each has rows enough
     together = rows < ROWS_PER_THREAD * threads.num_threads()
-    pools = {name: lanes(host(array)) for name, array in cache.summaries[layer].items()}
-    estimate = np.empty((batch, kv_heads, groups), np.float32)
+    pools = {name: host.flat(array) for name, array in cache.summaries[layer].items()}
     chunks = -(-spans // max(units.CHUNK_GROUPS // per_span, 1))
 
     def know() -> tuple[Any, ...]:
@@ -149,21 +160,26 @@ def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host) -
     key = "score_units", cache_config.parts, cache_config.mean_bits, per_span, head_dim, num_heads, kv_heads
     cascaded, rotation, dims, shapes, no_lists = plan.once(key, know)
     codes, *later = (pools[name] for name in PARTS[len(dims)])
-    words, queries, factors = aligned(*shapes)
+
+    def work() -> tuple[Any, ...]:
+        words, queries, factors = aligned(*shapes)
+        return (
+            np.empty((batch, spans), np.uint8), np.empty((batch, spans), np.int64), words.view(np.int8), queries,
+            factors.reshape(rows, passes, -1, vectors.HEADS), np.empty((rows, passes, vectors.HEADS), np.float32),
+            np.empty((rows, passes * vectors.HEADS * (spans + vectors.LANES)), np.float32),
+            units.new_lists(rows, groups, chunks, passes) if together else no_lists,
+        )  # fmt: skip
+
     args = (
-        together, q, *(rows_of(cache.k[layer], spec.dtype, host) if sums else _NO_KEYS), sums,
+        together, q, *(host.rows(cache.k[layer], spec.dtype) if sums else _NO_KEYS), sums,
         pools["mean"], pools["mean_scale"], cache_config.mean_bits, pools["scale"], codes,
         (*later, codes, codes)[:2], pools.get("second", codes), pools.get("second_scale", pools["scale"]),
         cache.state[layer].fill, plan.table, plan.lengths, cascaded, plan.rescored,
         host(cache.fixed[layer]["signs"]), *rotation, dims, cache_config.S, cache_config.span_tokens,
-        cache_config.spans_per_unit, np.empty((batch, spans), np.uint8), np.empty((batch, spans), np.int64),
-        words.view(np.int8), queries, factors.reshape(rows, passes, -1, vectors.HEADS),
-        np.empty((rows, passes, vectors.HEADS), np.float32),
-        np.empty((rows, passes * vectors.HEADS * (spans + vectors.LANES)), np.float32),
-        units.new_lists(rows, groups, chunks, passes) if together else no_lists, estimate,
+        cache_config.spans_per_unit, *plan.room(key, work), estimate,
     )  # fmt: skip
     phases = 1 + units.MOST_PHASES if together else 2
-    return Call(units.score_units, phases, args), estimate
+    return Call(units.score_units, phases, args)
 
 
 def choosing(plan: StepPlan, estimate: np.ndarray, num_missing: np.ndarray) -> tuple[Call, Chosen]:
@@ -207,7 +223,7 @@ def attending(
     else:
         groups, counts = listed
     state = State(np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32))
-    (k, k_strides), (v, v_strides) = (rows_of(pool[layer], spec.dtype, host) for pool in (cache.k, cache.v))
+    (k, k_strides), (v, v_strides) = (host.rows(pool[layer], spec.dtype) for pool in (cache.k, cache.v))
 
     def tasks() -> tuple[int, np.ndarray]:
         least, most = TASK_TOKENS
@@ -219,11 +235,14 @@ def attending(
 
     per_task, starts = plan.once(("attend", counts.tobytes(), size, threads.num_threads()), tasks)
     heads = -(-q.shape[1] // spec.num_kv_heads // vectors.HEADS) * vectors.HEADS
-    largest, masses = (np.empty((starts[-1], heads), np.float32) for _ in range(2))
-    sums = np.empty((starts[-1], heads * q.shape[2]), np.float32)
+
+    def work() -> list[np.ndarray]:
+        """Return what each task leaves: the largest logit of a head, the sum of masses, the sum of values."""
+        return [np.empty((starts[-1], width), np.float32) for width in (heads, heads, heads * q.shape[2])]
+
     args = (
-        q, k, v, k_strides, v_strides, table, lengths, groups, counts, size, per_unit, per_task, starts, largest,
-        masses, sums, *state,
+        q, k, v, k_strides, v_strides, table, lengths, groups, counts, size, per_unit, per_task, starts,
+        *plan.room(("attend", starts[-1], heads, q.shape[2]), work), *state,
     )  # fmt: skip
     return Call(attend.attend, 2, args), state
 
@@ -241,7 +260,7 @@ def adding_correction(
     if inner is None:
         about = *_NO_TAIL, plan.table, plan.lengths, 1, 1
     else:
-        means, scale = (lanes(host(inner.summaries[layer][name])) for name in ("mean", "mean_scale"))
+        means, scale = (host.flat(inner.summaries[layer][name]) for name in ("mean", "mean_scale"))
         about = (
             means, scale, inner.state[layer].fill, plan.table, plan.lengths, inner.cache_config.S,
             inner.cache_config.groups_per_unit,

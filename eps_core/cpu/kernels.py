@@ -2,7 +2,7 @@
 backend whose arrays lie in the memory of the host, and a whole sparse layer in one. Speed only: values are the array
 operations' up to float32 rounding, lists are equal.
 
-A backend gives its cache as it is; `host`, which shows one of its arrays as numpy without a copy (bfloat16 as uint16);
+A backend gives its cache as it is; `host`, which shows its arrays as numpy;
 and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_of` its library). The first call of an
 installation compiles (tens of seconds), later ones load what was compiled.
 """
@@ -37,7 +37,8 @@ class FusedOutput(NamedTuple):
 
 def score(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, run: Run) -> tuple[np.ndarray, np.ndarray]:
     """(estimate [B, Hkv, G] float32, num_missing [B]) of `Scores`, for q [B, Hq, D] float32."""
-    call, estimate = calls.scoring(cache, layer, np.ascontiguousarray(q), plan, host)
+    estimate = np.empty((len(q), cache.spec.num_kv_heads, plan.num_groups), np.float32)
+    call = calls.scoring(cache, layer, np.ascontiguousarray(q), plan, host, estimate)
     run(call.kernel, call.phases, *call.args)
     return estimate, plan.num_missing(cache.state[layer])
 
@@ -65,7 +66,9 @@ def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Ho
     [B, Hq, D] float32; no bounds. Raises ValueError for q that does not fit the cache."""
     check_query(cache.spec, q.shape)
     q = np.ascontiguousarray(q)
-    score_call, estimate = calls.scoring(cache, layer, q, plan, host)
+    shape = len(q), cache.spec.num_kv_heads, plan.num_groups
+    estimate = plan.room(("estimate", shape), lambda: np.empty(shape, np.float32))
+    score_call = calls.scoring(cache, layer, q, plan, host, estimate)
     choice, chosen = calls.choosing(plan, estimate, plan.num_missing(cache.state[layer]))
     listed = chosen.groups, chosen.counts
     attention, read = calls.attending(cache, layer, q, plan, listed, host)
@@ -93,7 +96,7 @@ def attend_rows(
     q = np.ascontiguousarray(q)
     kv_heads, unit_tokens = spec.num_kv_heads, cache_config.unit_tokens
     _, num_heads, head_dim = q.shape
-    (k, k_strides), (v, v_strides) = (calls.rows_of(pool[layer], spec.dtype, host) for pool in (cache.k, cache.v))
+    (k, k_strides), (v, v_strides) = (host.rows(pool[layer], spec.dtype) for pool in (cache.k, cache.v))
     per_task = max(ROWS_TASK_TOKENS // unit_tokens, 1) * unit_tokens
     tasks = np.repeat(-(-rows.lengths // per_task), kv_heads)  # of every (sequence, kv head)
     lanes = -(-rows.num_rows * (num_heads // kv_heads) // vectors.LANES) * vectors.LANES

@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core.cpu import attend, best, compile, forks, fused, rows, rows_amx, threads, units
+from eps_core.cpu import attend, best, compile, forks, fused, layer, rows, rows_amx, threads, units
 from eps_core.cpu.threads import CLOCK, FAILED, FINISHED, note_time_at
 from eps_core.cpu.vectors import Code, i8, i32, i64
 
@@ -79,7 +79,8 @@ _LAUNCHERS: dict[Any, Callable[..., None]] = {
     kernel: _launcher(kernel)
     for kernel in (
         units.score_units, best.select_topk, attend.attend, attend.attend_correction, attend.skipped_mass,
-        rows.attend_rows, rows_amx.attend_rows, fused.score_and_read,
+        rows.attend_rows, rows_amx.attend_rows, fused.score_and_read, layer.before_attention, layer.after_attention,
+        layer.head,
     )
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ def _fold(rows, count):
 
 @kernel()
 def place_rows(k_pool, v_pool, k_strides, v_strides, k, v, slots, unit_tokens):
-    """Copies k, v [N, Hkv, D] to slots [N] of pools as `calls.rows_of` gives them. Returns whether K is finite."""
+    """Copies k, v [N, Hkv, D] to slots [N] of pools as `calls.Host.rows` gives them. Returns whether K is finite."""
     tokens, kv_heads, head_dim = k.shape
     finite = True
     for n in range(tokens):

@@ -42,9 +42,7 @@ class ArrayModel:
 
     @property
     def weight_bytes(self) -> int:
-        read = {
-            name: weight.nbytes for name, weight in self.weights.items() if name != "embed" or self._head == "embed"
-        }
+        read = {name: weight.nbytes for name, weight in self.weights.items() if name != "embed" or self.head == "embed"}
         return sum(read.values()) + sum(packed.nbytes for packed in self.packed.values())
 
     @property
@@ -89,12 +87,22 @@ class ArrayModel:
         y = self._linear(prefix + "down", self.activations[self.spec.activation](gate) * up)
         return x + self._output_norm(prefix + "feed_forward_norm", y)
 
+    def after_attention(self, layer: int, x: Array, out: Array) -> Array:
+        return self.feed_forward(layer, self.add_attention(layer, x, out))
+
     def logits(self, x: Array) -> Array:
-        y, cap = self.ops.float32(self._linear(self._head, self.norm("norm", x))), self.spec.logit_cap
-        return y if cap is None else cap * self.ops.tanh(y / cap)
+        return self.capped(self.ops.float32(self._linear(self.head, self.norm("norm", x))))
+
+    def capped(self, logits: Array) -> Array:
+        """Return logits [N, V] float32 as `ModelSpec.logit_cap` says."""
+        cap = self.spec.logit_cap
+        return logits if cap is None else cap * self.ops.tanh(logits / cap)
+
+    def for_rows(self, kernels: str, rows: int) -> Any:
+        return self
 
     @property
-    def _head(self) -> str:
+    def head(self) -> str:
         return HEAD if HEAD in self.weights or HEAD in self.packed else "embed"
 
     def linears(self, names: Sequence[str], x: Array) -> Sequence[Array]:

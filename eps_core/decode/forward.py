@@ -64,16 +64,16 @@ class Arithmetic(Protocol):
         """q [N, Hq, D], k, v [N, Hkv, D] of x [N, hidden], as attention reads them: normed and rotated."""
         ...
 
-    def add_attention(self, layer: int, x: Array, out: Array) -> Array:
-        """The residual stream [N, hidden] after attention's out [N, Hq, D]."""
-        ...
-
-    def feed_forward(self, layer: int, x: Array) -> Array:
-        """The residual stream [N, hidden] after the layer's feed-forward block."""
+    def after_attention(self, layer: int, x: Array, out: Array) -> Array:
+        """The residual stream [N, hidden] after attention's out [N, Hq, D] and the layer's feed-forward block."""
         ...
 
     def logits(self, x: Array) -> Array:
         """[N, V] float32 of x [N, hidden]."""
+        ...
+
+    def for_rows(self, kernels: str, rows: int) -> "Arithmetic":
+        """This model, or what computes a pass of so few rows faster by the kernels of that name."""
         ...
 
     def whole_step(
@@ -180,9 +180,9 @@ class Decoder:
             return out
 
         with model.scope():
-            dense_logits = None
+            model, dense_logits = model.for_rows(cache.kernels, len(tokens)), None
             if audit:
-                cache, dense_logits = self._dense_logits(cache, tokens, slots, plan)
+                cache, dense_logits = self._dense_logits(model, cache, tokens, slots, plan)
             x = run_layers(model, model.embed(tokens), model.rotation(plan.lengths - 1), attention)
             selections = [one.selection for one in reads] if draft else []
             layers, (logits,) = collect(backend, cache, reads, model.logits(x))
@@ -223,6 +223,7 @@ class Decoder:
             return read.out
 
         with model.scope():
+            model = model.for_rows(cache.kernels, len(tokens))
             x = run_layers(model, model.embed(np.asarray(tokens)), model.rotation(rows.seen - 1), attention)
             logits = model.logits(x)
             unread = []
@@ -248,11 +249,10 @@ class Decoder:
         return cache
 
     def _dense_logits(
-        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan
+        self, model: Arithmetic, cache: Any, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan
     ) -> tuple[Any, np.ndarray]:
         """(cache, logits [B, V]) of a dense step of the new tokens, whose K and V are not written yet. Computed at
         once: a pending reader would hold the cache's old buffers through the next write."""
-        model = self.model
 
         def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
             nonlocal cache

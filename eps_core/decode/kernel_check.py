@@ -52,7 +52,7 @@ def disagreement(
         with _preparing(kernels):
             got = _results(backend, device, kernels, one, config, k, v, q, progress, verified)
     except Exception as error:  # whatever a compiler or a driver raises
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        return _said(error)
     limit = TOLERANCE[spec.dtype]
     for name, value in expected.items():
         other = got[name]
@@ -72,6 +72,38 @@ def disagreement(
         if not worst <= limit * max(1.0, float(np.abs(value[finite]).max(initial=0))):  # NaN too
             return f"{name} differ by {worst:.3g}"
     return None
+
+
+def rows_disagreement(backend: Backend, model: Any, kernels: str) -> str | None:
+    """Return how a model's kernels for few rows and its own operations differ over its first layer and its head, in a
+    few words; None where they agree or there are none."""
+    with model.scope():
+        few = model.for_rows(kernels, VERIFIED_ROWS)
+        if few is model:
+            return None
+        expected = _rows_results(backend, model)
+        try:
+            with _preparing(kernels):
+                got = _rows_results(backend, few)
+        except Exception as error:  # whatever a compiler raises
+            return _said(error)
+    for name, value in expected.items():
+        apart = float(np.abs(value - got[name]).max())
+        if not apart <= TOLERANCE[model.dtype] * max(1.0, float(np.abs(value).max())):  # NaN too
+            return f"{name} of a model's rows differ by {apart:.3g}"
+    return None
+
+
+def _rows_results(backend: Backend, model: Any) -> dict[str, np.ndarray]:
+    """Return what a model computes of a few rows, with queries for what attention gives."""
+    x = model.embed(np.arange(VERIFIED_ROWS) % model.spec.vocab_size)
+    q, k, v = model.project(0, x, model.rotation(np.arange(VERIFIED_ROWS)))
+    found = {"queries": q, "keys": k, "values": v, "logits": model.logits(model.after_attention(0, x, q))}
+    return {name: backend.to_numpy(one).astype(np.float32) for name, one in found.items()}
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def _preparing(kernels: str) -> AbstractContextManager[None]:

@@ -139,5 +139,5 @@ def run_layers(model: Any, x: Array, turn: Any, attention: Callable[[int, Array,
     writes K and V where the pass needs that, and returns out [N, Hq, D]."""
     for layer in range(model.spec.num_layers):
         out = attention(layer, *model.project(layer, x, turn))
-        x = model.feed_forward(layer, model.add_attention(layer, x, out))
+        x = model.after_attention(layer, x, out)
     return x

@@ -19,7 +19,7 @@ from eps_core.cpu import host
 from eps_core.cpu.usable import why_not
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate, prefill
-from eps_core.decode.kernel_check import disagreement
+from eps_core.decode.kernel_check import disagreement, rows_disagreement
 from eps_core.decode.observe import Watcher
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.prompts import encode_prompts
@@ -160,7 +160,7 @@ class Session:
                 EpsConfig.reading(cache_config, self.device),
                 progress,
                 verified,
-            )
+            ) or rows_disagreement(self.backend, self.decoder.model, self.kernels)
         if fault is not None:
             self.fall_back(f"kernels {self.kernels} failed their check on this device ({fault})")
 

@@ -8,7 +8,8 @@ T = TypeVar("T")
 
 
 class Shared:
-    """Holds what the layers of one step or pass share. Nothing here may be written to: all of them use it."""
+    """Holds what the layers of one step or pass share: values that none of them writes to, and arrays that each fills
+    for itself and none reads after another did (`room`)."""
 
     @cached_property
     def _made(self) -> dict[Hashable, Any]:
@@ -21,3 +22,8 @@ class Shared:
             self._made[key] = make()
         found: T = self._made[key]
         return found
+
+    def room(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result of `make` at the first call with `key`: arrays to work in until the layer's call ends,
+        which still lie in the CPU's caches when the next layer fills them."""
+        return self.once(("room", key), make)

@@ -94,6 +94,12 @@ class Model:
         y = self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
         return x + self._output_norm(prefix + "feed_forward_norm", y)
 
+    def after_attention(self, layer: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return self.feed_forward(layer, self.add_attention(layer, x, out))
+
+    def for_rows(self, kernels: str, rows: int) -> "Model":
+        return self
+
     def logits(self, x: np.ndarray) -> np.ndarray:
         y, cap = self._linear(self._head, self._norm("norm", x)), self.spec.logit_cap
         return (y if cap is None else cap * np.tanh(y / cap)).astype(np.float32)

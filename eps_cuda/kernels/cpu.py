@@ -46,6 +46,29 @@ def _memory(array: Tensor) -> np.ndarray:
     return found
 
 
+class KeptHost(calls.Host):
+    """Shows what a cache keeps, found once: a layer asks for a dozen."""
+
+    def __init__(self, views: dict[Any, Any]) -> None:
+        super().__init__(_memory)
+        self.views = views
+
+    def __call__(self, array: Tensor) -> np.ndarray:
+        return self._once("array", array, super().__call__)
+
+    def flat(self, array: Tensor) -> np.ndarray:
+        return self._once("flat", array, super().flat)
+
+    def rows(self, pool: Any, dtype: str) -> tuple[Any, tuple[int, int, int]]:
+        return self._once("rows", pool, super().rows, dtype)
+
+    def _once(self, form: str, pool: Any, show: Callable[..., Any], *how: str) -> Any:
+        found = self.views.get((form, id(pool)))
+        if found is None:
+            found = self.views[form, id(pool)] = pool, show(pool, *how)
+        return found[1]
+
+
 class TorchKernels(CpuKernels):
     ops = OPS
 
@@ -55,16 +78,8 @@ class TorchKernels(CpuKernels):
     def host(self, array: Tensor) -> np.ndarray:
         return _memory(array if array.is_contiguous() else array.contiguous())
 
-    def pools(self, cache: Any) -> Callable[[Tensor], np.ndarray]:
-        """`_memory` of what a cache keeps, which is found once: a layer asks for a dozen."""
-
-        def view(pool: Tensor) -> np.ndarray:
-            found = cache.views.get(id(pool))
-            if found is None:
-                found = cache.views[id(pool)] = pool, _memory(pool)
-            return found[1]
-
-        return view
+    def pools(self, cache: Any) -> calls.Host:
+        return KeptHost(cache.views)
 
     def array(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
@@ -77,7 +92,7 @@ class TorchKernels(CpuKernels):
         of = DTYPES[cache.spec.dtype]
         k, v, host = k.to(of).contiguous(), v.to(of).contiguous(), self.pools(cache)
         (k_pool, k_strides), (v_pool, v_strides) = (
-            calls.rows_of(pool[layer], cache.spec.dtype, host) for pool in (cache.k, cache.v)
+            host.rows(pool[layer], cache.spec.dtype) for pool in (cache.k, cache.v)
         )
         rows = (_memory(one).view(k_pool.dtype) for one in (k, v))
         unit_tokens = cache.cache_config.unit_tokens

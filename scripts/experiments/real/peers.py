@@ -204,7 +204,7 @@ def simulate(session: Session, kv: list, tokens: list[int], steps: int, budgets:
             out = attend(logits, values[layer], late_v)
             k8, v8 = codes[layer]
             out[1:2] = attend(exact(q[1:2], k8, rounded(late_k[1:2])), v8, rounded(late_v[1:2]))
-            x = model.feed_forward(layer, model.add_attention(layer, x, out.flatten(1, 2).to(x.dtype)))
+            x = model.after_attention(layer, x, out.flatten(1, 2).to(x.dtype))
         found = model.logits(x).log_softmax(-1)
         apart = (found[0].exp() * (found[0] - found)).sum(-1)
         for row in range(len(every)):

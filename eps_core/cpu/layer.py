@@ -1,0 +1,207 @@
+"""The parts of a transformer layer besides attention, for few rows: norms, products with weights, rotary embeddings and
+the feed-forward block. One call before attention, one after it.
+
+A row's products wait for the weights to come from memory, which no library improves; but two dozen calls of one small
+operation each take as long again. Every weight is read once for all rows, in tasks of some 64 KB; activations stay
+float32. A row's values do not depend, to the last bit, on how many rows there are.
+
+Arrays: x [R, hidden]; a weight [N, K] flat, of float32, bfloat16, float16 or 8-bit codes with a step for each of its N
+outputs; N a multiple of OUTPUTS, K of LANES. An absent step, bias or norm is an empty array.
+"""
+
+import numpy as np
+from numba.core import cgutils
+
+from eps_core.cpu.compile import FAST, kernel
+from eps_core.cpu.threads import finish, take, wait
+from eps_core.cpu.vectors import LANES, PERMUTES, emits, splat
+
+OUTPUTS = 4  # of a weight at a time
+# rows that share what is read of a weight: their sums with OUTPUTS fill the registers
+TOGETHER = 4 if PERMUTES else 2
+TASK_BYTES = 2**17
+AROUND, AFTER = 1, 4  # phases
+
+
+def _dots(rows: int):
+    @emits()
+    def dots(builder, kinds, weight, first, size, x, row, out, to, width):
+        """out[row + r, to + i] = weight[first + i] . x[row + r] for i < OUTPUTS and r < rows: weight [N, size],
+        x [R, size], out [R, width]."""
+        nothing = splat(0.0)
+        totals = [[cgutils.alloca_once_value(builder, nothing) for _ in range(OUTPUTS)] for _ in range(rows)]
+        for one in (place for own in totals for place in own):
+            builder.store(nothing, one)
+        with builder.steps(0, size, LANES) as k:
+            own = [builder.load_lanes(builder.at(x, (builder.total(row, r), size), k)) for r in range(rows)]
+            for i in range(OUTPUTS):
+                place = builder.at(weight, (builder.total(first, i), size), k)
+                builder.prefetch_line(builder.at(place, (size, OUTPUTS)))  # of the next outputs
+                stored = builder.load_lanes(place)
+                one = builder.widened(kinds[0].dtype, stored)
+                for r in range(rows):
+                    builder.store(builder.fma(one, own[r], builder.load(totals[r][i])), totals[r][i])
+        for r in range(rows):
+            found = builder.sums([builder.load(place) for place in totals[r]])
+            builder.store_lanes(found, builder.at(out, (builder.total(row, r), width), to))
+
+    return dots
+
+
+_of_one, _of_several = _dots(1), _dots(TOGETHER)
+
+
+@emits()
+def _activate(builder, active, linear, count, is_gelu, out, to):
+    """out[to + i] = act(active[i]) linear[i] for i < count, a multiple of LANES: gelu by tanh, else silu; both are
+    x sigmoid(z), of z = x, or 2 sqrt(2 / pi) (x + 0.044715 x^3)."""
+    with builder.steps(0, count, LANES) as at:
+        x, one = builder.load_lanes(builder.at(active, at)), splat(1.0)
+        cubic = builder.fma(builder.fmul(x, x), splat(0.0713548162726), splat(1.5957691216057308))
+        z = builder.fmul(x, builder.select(is_gelu, cubic, one))
+        share = builder.fdiv(one, builder.fadd(one, builder.exp(builder.fsub(splat(0.0), z))))
+        value = builder.fmul(builder.fmul(x, share), builder.load_lanes(builder.at(linear, at)))
+        builder.store_lanes(value, builder.at(out, to, at))
+
+
+@kernel(fastmath=FAST)
+def _multiply(weight, steps, bias, first, count, x, out, to):
+    """out[:, to + i] = weight[first + i] . x + bias[first + i] for i < count."""
+    rows, size = x.shape
+    for i in range(0, count, OUTPUTS):
+        row = 0
+        while row + TOGETHER <= rows:
+            _of_several(weight, first + i, size, x, row, out, to + i, out.shape[1])
+            row += TOGETHER
+        while row < rows:
+            _of_one(weight, first + i, size, x, row, out, to + i, out.shape[1])
+            row += 1
+    for row in range(rows if len(steps) else 0):
+        for i in range(count):
+            out[row, to + i] *= steps[first + i]
+    for row in range(rows if len(bias) else 0):
+        for i in range(count):
+            out[row, to + i] += bias[first + i]
+
+
+@kernel(fastmath=FAST)
+def _norm(x, weight, epsilon, out):
+    """out = RMS norm of every row of x."""
+    for row in range(len(x)):
+        total = np.float32(0)
+        for i in range(x.shape[1]):
+            total += x[row, i] * x[row, i]
+        scale = np.float32(1 / np.sqrt(total / x.shape[1] + epsilon))
+        for i in range(x.shape[1]):
+            out[row, i] = x[row, i] * scale * weight[i]
+
+
+@kernel(fastmath=FAST)
+def _block(size, item_bytes, most):
+    """Outputs of a task, a multiple of LANES but for the last of `most`."""
+    return min(most, max(TASK_BYTES // (size * item_bytes) // LANES, 1) * LANES)
+
+
+@kernel(fastmath=FAST)
+def _product(progress, phase, weight, steps, bias, x, out):
+    """out [R, N] = x weight^T + bias. One phase."""
+    outputs = out.shape[1]
+    block = _block(x.shape[1], weight.itemsize, outputs)
+    tasks = -(-outputs // block)
+    while True:
+        first = take(progress, phase) * block
+        if first >= outputs:
+            break
+        _multiply(weight, steps, bias, first, min(block, outputs - first), x, out, first)
+        finish(progress, phase)
+    wait(progress, phase, tasks)
+
+
+@kernel(fastmath=FAST)
+def before_attention(progress, x, norm, epsilon, weights, steps, biases, num_heads, head_norms, cos, sin, out):
+    """out [R, Hq + 2 Hkv, D]: q, k and v of the normed x, q and k normed (`head_norms` of q and k) and rotated by
+    cos, sin [R, D]; weights, steps and biases of q, k and v, num_heads of q and of k."""
+    rows, size = x.shape
+    total, head_dim = out.shape[1:]
+    half = head_dim // 2
+    flat = out.reshape(rows, total * head_dim)
+    normed = np.empty((rows, size), np.float32)
+    _norm(x, norm, epsilon, normed)
+    while True:
+        head = take(progress, 0)
+        if head >= total:
+            break
+        which, own = 0, head
+        while which < 2 and own >= num_heads[which]:
+            own -= num_heads[which]
+            which += 1
+        _multiply(
+            weights[which], steps[which], biases[which], own * head_dim, head_dim, normed, flat, head * head_dim
+        )  # fmt: skip
+        if which < 2:
+            for row in range(rows):
+                one = out[row, head]
+                if len(head_norms[which]):
+                    again = one.reshape(1, head_dim)
+                    _norm(again, head_norms[which], epsilon, again)
+                for d in range(half):
+                    low, high = one[d], one[half + d]
+                    one[d] = low * cos[row, d] + high * sin[row, d]
+                    one[half + d] = high * cos[row, half + d] + low * sin[row, half + d]
+        finish(progress, 0)
+    wait(progress, 0, total)
+
+
+@kernel(fastmath=FAST)
+def _add(x, added, norm, epsilon, out):
+    """out = x + added, which is normed first where there is a norm."""
+    if len(norm):
+        _norm(added, norm, epsilon, out)
+        out += x
+    else:
+        for row in range(len(x)):
+            for i in range(x.shape[1]):
+                out[row, i] = x[row, i] + added[row, i]
+
+
+@kernel(fastmath=FAST)
+def after_attention(progress, x, attended, norms, epsilon, weights, steps, biases, is_gelu, added, middle, again, out):
+    """out [R, hidden]: x after attention's output `attended` [R, Hq D] and the feed-forward block. weights, steps and
+    biases of o, gate, up and down; norms of attention's output, of the block's input and of its output. added, again
+    [R, hidden] and middle [R, intermediate] are filled, too."""
+    rows, size = x.shape
+    _product(progress, 0, weights[0], steps[0], biases[0], attended, added)
+    stream, normed = np.empty((rows, size), np.float32), np.empty((rows, size), np.float32)
+    _add(x, added, norms[0], epsilon, stream)
+    _norm(stream, norms[1], epsilon, normed)
+    inner = middle.shape[1]
+    block = _block(2 * size, weights[1].itemsize, inner)
+    active, linear = np.empty((rows, block), np.float32), np.empty((rows, block), np.float32)
+    while True:
+        first = take(progress, 1) * block
+        if first >= inner:
+            break
+        count = min(block, inner - first)
+        _multiply(weights[1], steps[1], biases[1], first, count, normed, active, 0)
+        _multiply(weights[2], steps[2], biases[2], first, count, normed, linear, 0)
+        for row in range(rows):
+            _activate(active[row], linear[row], count, is_gelu, middle[row], first)
+        finish(progress, 1)
+    wait(progress, 1, -(-inner // block))
+    _product(progress, 2, weights[3], steps[3], biases[3], middle, again)
+    while True:
+        row = take(progress, 3)
+        if row >= rows:
+            break
+        one = slice(row, row + 1)
+        _add(stream[one], again[one], norms[2], epsilon, out[one])
+        finish(progress, 3)
+    wait(progress, 3, rows)
+
+
+@kernel(fastmath=FAST)
+def head(progress, x, norm, epsilon, weight, steps, bias, out):
+    """out [R, V] = the product of the normed x."""
+    normed = np.empty(x.shape, np.float32)
+    _norm(x, norm, epsilon, normed)
+    _product(progress, 0, weight, steps, bias, normed, out)

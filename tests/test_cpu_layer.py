@@ -1,0 +1,124 @@
+"""The compiled calls of a layer besides attention: against the float64 reference, and the promise that a row's bits are
+its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+
+import eps_cuda
+from eps_core import reference
+from eps_core.cpu import layer as calls
+from eps_core.cpu import threads
+from eps_core.decode.kernel_check import rows_disagreement
+from eps_core.models.config import read_spec
+from eps_cuda.few_rows import MOST_ROWS, FewRows
+from eps_cuda.kernels import cpu
+
+ROWS = 1, calls.TOGETHER, MOST_ROWS - 1, MOST_ROWS
+
+
+def load(backend: Any, name: str, dtype: str | None = None, bits: int | None = None) -> Any:
+    path = tiny_models.saved(name)
+    model = backend.load_model(path, read_spec(path), dtype or tiny_models.MODELS[name].dtype, "cpu")
+    return model if bits is None else model.quantised(bits)
+
+
+def pass_of(model: Any, rows: int, attended: np.ndarray, as_array: Callable[[np.ndarray], Any]) -> list[np.ndarray]:
+    """q, k, v, the residual stream after each layer, the logits: of a pass whose attention gives `attended`."""
+    with model.scope() if hasattr(model, "scope") else torch.inference_mode():
+        x, turn = model.embed(np.arange(rows) * 7 % tiny_models.VOCAB_SIZE), model.rotation(np.arange(rows) * 11 + 3)
+        found: list[Any] = []
+        for layer in range(model.spec.num_layers):
+            found += model.project(layer, x, turn)
+            x = model.after_attention(layer, x, as_array(attended))
+            found.append(x)
+        return [np.asarray(one, np.float64) for one in (*found, model.logits(x))]
+
+
+def attended_of(model: Any, rows: int) -> np.ndarray:
+    shape = rows, model.spec.num_heads, model.spec.head_dim
+    return np.random.default_rng(5).standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture(params=("team", "helpers", "alone"))
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """In Torch's own threads, in three of ours, or in the caller's alone."""
+    if request.param != "team":
+        alone = request.param == "alone"
+        monkeypatch.setattr(threads, "num_threads", lambda: 3)
+        monkeypatch.setattr(
+            cpu.TorchKernels, "run",
+            lambda self, kernel, phases, *args, **how: threads.run(kernel, phases, *args, alone=alone),
+        )  # fmt: skip
+    return str(request.param)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "bits"),
+    [
+        *((name, None, None) for name in tiny_models.NAMES), ("llama2", "bfloat16", None), ("qwen3", "float16", None),
+        ("llama2-linear-biased", "float32", 8), ("qwen2-tied", "float32", 8),
+    ],
+)  # fmt: skip
+def test_a_pass_is_the_reference_s(name: str, dtype: str | None, bits: int | None, rows: int) -> None:
+    model = load(eps_cuda, name, dtype, bits)
+    few, truth = model.for_rows("numba", rows), load(reference, name, dtype, bits)
+    assert isinstance(few, FewRows)
+    attended = attended_of(model, rows)
+    got = pass_of(few, rows, attended, torch.from_numpy)
+    expected = pass_of(truth, rows, attended.astype(np.float64), lambda array: array)
+    for value, true in zip(got, expected, strict=True):
+        assert value.shape == true.shape
+        assert np.abs(value - true).max() <= 3e-6 * np.abs(true).max(), "activations are float32, whatever weights are"
+
+
+@pytest.mark.parametrize("name", ["gemma3-256-scaled-capped", "llama2-linear-biased"])
+def test_a_row_s_bits_are_its_own(name: str, run: str) -> None:
+    model = load(eps_cuda, name)
+    few, attended = FewRows.of(model), attended_of(model, MOST_ROWS)
+    assert few is not None
+    whole = pass_of(few, MOST_ROWS, attended, torch.from_numpy)
+    for rows in (1, calls.TOGETHER + 1):
+        part = pass_of(few, rows, attended[:rows], torch.from_numpy)
+        assert all(np.array_equal(one, every[:rows]) for one, every in zip(part, whole, strict=True))
+
+
+def test_other_shapes_rows_and_kernels_are_the_models_own() -> None:
+    model = load(eps_cuda, "llama2")
+    assert model.for_rows("arrays", 1) is model and model.for_rows("numba", MOST_ROWS + 1) is model
+    assert isinstance(model.for_rows("numba", MOST_ROWS), FewRows)
+    groups = model.quantised(4)
+    assert groups.for_rows("numba", 1) is groups, "4-bit weights lie as Torch's kernel wants them"
+    spec = model.spec
+    for name in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"):
+        size = getattr(spec, name)
+        object.__setattr__(spec, name, size + 2)
+        assert FewRows.of(model) is None, name
+        object.__setattr__(spec, name, size)
+    assert FewRows.of(model) is not None
+
+
+@pytest.mark.parametrize(
+    ("call", "says"), [("before_attention", "queries of"), ("after_attention", "logits of"), ("head", "logits of")]
+)
+def test_a_wrong_call_is_named(monkeypatch: pytest.MonkeyPatch, call: str, says: str) -> None:
+    model = load(eps_cuda, "llama2")
+    assert rows_disagreement(eps_cuda, model, "numba") is None
+    assert rows_disagreement(eps_cuda, model, "arrays") is None
+    real = cpu.TorchKernels.run
+
+    def run(self: Any, kernel: Any, phases: int, *args: Any, **how: Any) -> None:
+        real(self, kernel, phases, *args, **how)
+        if kernel is getattr(calls, call):
+            args[-1][:, ::2] *= 1.05
+
+    monkeypatch.setattr(cpu.TorchKernels, "run", run)
+    fault = rows_disagreement(eps_cuda, model, "numba")
+    assert fault is not None and says in fault
+    monkeypatch.setattr(cpu.TorchKernels, "run", lambda *args, **how: (_ for _ in ()).throw(RuntimeError("no such")))
+    assert rows_disagreement(eps_cuda, model, "numba") == "RuntimeError: no such"
