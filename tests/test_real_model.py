@@ -104,13 +104,12 @@ def test_a_short_chat_is_dense(session: Session) -> None:
 
 
 def test_a_needle_is_answered_where_dense_decoding_answers_it(session: Session) -> None:
+    if session.backend_name != "cuda":
+        pytest.skip("contexts for it are short, and dense under the default: test_a_short_chat_is_dense")
     filler = session.encode(corpus().decode()[100_000:120_000], special=False)[: SIZES[session.backend_name][0]]
     middle = len(filler) // 2
     needle, question = "\n# The code for otter is 31415.\n", "\n# What is the code for otter? The code for otter is "
     text = session.decode(filler[:middle]) + needle + session.decode(filler[middle:]) + question
     found = run_document(session, Document(session.encode(text), 6), {"default": DEFAULT})
-    if session.backend_name == "cuda":  # the others' contexts are short, and dense under the default
-        assert "31415" in session.decode(found[DENSE].said[0])
-        assert "31415" in session.decode(found["default"].said[0])
-    else:
-        assert found["default"].said == found[DENSE].said
+    assert "31415" in session.decode(found[DENSE].said[0])
+    assert "31415" in session.decode(found["default"].said[0])

@@ -169,7 +169,7 @@ def test_kernels_compile_for_gpus() -> None:
 
 @pytest.mark.parametrize(
     ("repeat", "head_dim", "products"),
-    [(4, 128, 24), (7, 128, 48), (2, 64, 24), (8, 256, 96), (bits.MOST_HEADS, 128, 96), (1, 160, 48)],
+    [(4, 128, 24), (1, 160, 48), (bits.MOST_HEADS, 128, 96)],
 )
 def test_products_of_bits_compile_for_nvidia(repeat: int, head_dim: int, products: int) -> None:
     """Every lane holds one element of what products take, as their assembly expects: with more, a product would be

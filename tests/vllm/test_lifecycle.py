@@ -26,11 +26,11 @@ def test_shared_preempted_and_reused_blocks_keep_their_summaries() -> None:
     more = {"num_gpu_blocks_override": 44, "disable_log_stats": False}
     with engines.engine(engines.DEMO, RQ, **more) as llm:
         shadow = Shadow(llm)
-        engines.say(llm, asked, 360, logprobs=None)
+        engines.say(llm, asked, 120, logprobs=None)
         found = engines.stats(llm)
         assert metric(llm, "vllm:num_preemptions") > 0, "the pool was large enough: nothing was preempted"
         assert metric(llm, "vllm:prefix_cache_hits") > 1000
-    assert shadow.layer_steps >= 10_000 and shadow.checked > 300_000
+    assert shadow.layer_steps >= 3_000 and shadow.checked > 80_000
     assert shadow.largest == 0 and shadow.wrong == 0 and shadow.lacking == 0
     assert not found["fallbacks"] and not found["failed_writes"] and found["bytes_ratio"] < 0.2
 
