@@ -59,7 +59,7 @@ class FewRows:
         """The calls of a model, None where they do not support its shape or its weights."""
         spec: ModelSpec = model.spec
         inner = (spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim)
-        whole = not any(size % LANES for size in (*inner, spec.head_dim)) and not spec.vocab_size % calls.OUTPUTS
+        whole = not any(size % LANES for size in (*inner, spec.head_dim)) and spec.vocab_size >= LANES
         return cls(model) if whole and all(type(one) is Rows for one in model.packed.values()) else None
 
     def _norm(self, name: str, exists: bool = True) -> np.ndarray:

@@ -341,6 +341,12 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
                 results.append([x.numpy() for x in found])
             for one, other in zip(*results):
                 np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+        from eps_core.decode.kernel_check import rows_disagreement
+        from eps_core.models.config import DEMO_MODEL, read_spec
+        for dtype in ("float32", "bfloat16"):
+            model = backend.load_model(DEMO_MODEL, read_spec(DEMO_MODEL), dtype, "cpu")
+            assert model.for_rows("numba", 5) is not model
+            assert rows_disagreement(backend, model, "numba") is None
     """
     run_code(code, name, env=environment)
 

@@ -39,6 +39,17 @@ def pass_of(model: Any, rows: int, attended: np.ndarray, as_array: Callable[[np.
         return [np.asarray(one, np.float64) for one in (*found, model.logits(x))]
 
 
+@pytest.mark.parametrize("outputs", [16, 17, 18, 19, 2 * calls.TASK_BYTES // (32 * 4) + 18])
+def test_any_number_of_outputs(outputs: int) -> None:
+    rng = np.random.default_rng(outputs)
+    weight, x = (rng.standard_normal(shape, np.float32) for shape in ((outputs, 32), (3, 32)))
+    bias, found = rng.standard_normal(outputs, np.float32), np.full((3, outputs), np.nan, np.float32)
+    norm, none = np.ones(32, np.float32), np.empty(0, np.float32)
+    cpu.kernels.run(calls.head, calls.AROUND, x, norm, np.float32(0), weight.reshape(-1), none, bias, found)
+    normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True))
+    np.testing.assert_allclose(found, normed @ weight.T + bias, rtol=0, atol=1e-4)
+
+
 def attended_of(model: Any, rows: int) -> np.ndarray:
     shape = rows, model.spec.num_heads, model.spec.head_dim
     return np.random.default_rng(5).standard_normal(shape).astype(np.float32)
@@ -95,7 +106,7 @@ def test_other_shapes_rows_and_kernels_are_the_models_own() -> None:
     groups = model.quantised(4)
     assert groups.for_rows("numba", 1) is groups, "4-bit weights lie as Torch's kernel wants them"
     spec = model.spec
-    for name in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"):
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
         size = getattr(spec, name)
         object.__setattr__(spec, name, size + 2)
         assert FewRows.of(model) is None, name

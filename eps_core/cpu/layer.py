@@ -6,7 +6,7 @@ operation each take as long again. Every weight is read once for all rows, in ta
 float32. A row's values do not depend, to the last bit, on how many rows there are.
 
 Arrays: x [R, hidden]; a weight [N, K] flat, of float32, bfloat16, float16 or 8-bit codes with a step for each of its N
-outputs; N a multiple of OUTPUTS, K of LANES. An absent step, bias or norm is an empty array.
+outputs; N of LANES or more, K a multiple of it. An absent step, bias or norm is an empty array.
 """
 
 import numpy as np
@@ -66,10 +66,10 @@ def _activate(builder, active, linear, count, is_gelu, out, to):
 
 @kernel(fastmath=FAST)
 def _multiply(weight, steps, bias, first, count, x, out, to):
-    """out[:, to + i] = weight[first + i] . x + bias[first + i] for i < count."""
+    """out[:, to + i] = weight[first + i] . x + bias[first + i] for i < count, which is OUTPUTS or more."""
     rows, size = x.shape
-    for i in range(0, count, OUTPUTS):
-        row = 0
+    for start in range(0, count, OUTPUTS):
+        i, row = min(start, count - OUTPUTS), 0
         while row + TOGETHER <= rows:
             _of_several(weight, first + i, size, x, row, out, to + i, out.shape[1])
             row += TOGETHER
@@ -98,7 +98,7 @@ def _norm(x, weight, epsilon, out):
 
 @kernel(fastmath=FAST)
 def _block(size, item_bytes, most):
-    """Outputs of a task, a multiple of LANES but for the last of `most`."""
+    """Outputs of a task, a multiple of LANES but where there are only `most`."""
     return min(most, max(TASK_BYTES // (size * item_bytes) // LANES, 1) * LANES)
 
 
@@ -107,12 +107,13 @@ def _product(progress, phase, weight, steps, bias, x, out):
     """out [R, N] = x weight^T + bias. One phase."""
     outputs = out.shape[1]
     block = _block(x.shape[1], weight.itemsize, outputs)
-    tasks = -(-outputs // block)
+    tasks = outputs // block
     while True:
-        first = take(progress, phase) * block
-        if first >= outputs:
+        task = take(progress, phase)
+        if task >= tasks:
             break
-        _multiply(weight, steps, bias, first, min(block, outputs - first), x, out, first)
+        count = block if task < tasks - 1 else outputs - task * block
+        _multiply(weight, steps, bias, task * block, count, x, out, task * block)
         finish(progress, phase)
     wait(progress, phase, tasks)
 
