@@ -150,21 +150,25 @@ def test_guards_are_ranges():
 def test_calls_from_several_threads(backend):
     """Callers do not disturb each other, and give what one of them gives alone."""
     kernels, s = kernels_of(backend), filled(backend, Case((600, 290), eps("rq", group_size=2)))
-    expected = backend.to_numpy(backend.attend(s.cache, 0, s.native, s.plan, None)[0])
-    wrong = []
+    host = calls.Host(kernels.host)
+    expected = [
+        backend.to_numpy(backend.attend(s.cache, 0, s.native, s.plan, None)[0]),
+        backend.to_numpy(backend.score(s.cache, 0, s.native, s.plan).estimate),
+    ]
+    right = []
 
     def call() -> None:
         for _ in range(30):
-            out = kernels_cpu.attend(s.cache, 0, s.q, s.plan, None, kernels.host, kernels.run)[0]
-            if not np.array_equal(out, expected):
-                wrong.append(out)
+            out, _ = kernels_cpu.attend(s.cache, 0, s.q, s.plan, None, host, kernels.run)
+            estimate, _ = kernels_cpu.score(s.cache, 0, s.q, s.plan, host, kernels.run)
+            right.append(np.array_equal(out, expected[0]) and np.array_equal(estimate, expected[1]))
 
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert right == [True] * 120
 
 
 def test_asking_for_numba_does_not_import_it():

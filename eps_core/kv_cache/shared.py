@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from functools import cached_property
+from threading import get_ident
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,6 +25,6 @@ class Shared:
         return found
 
     def room(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the result of `make` at the first call with `key`: arrays to work in until the layer's call ends,
-        which still lie in the CPU's caches when the next layer fills them."""
-        return self.once(("room", key), make)
+        """Return the result of `make` at a thread's first call with `key`: arrays to work in until the layer's call
+        ends, which still lie in the CPU's caches when the next layer fills them."""
+        return self.once(("room", get_ident(), key), make)
