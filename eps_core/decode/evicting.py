@@ -167,6 +167,7 @@ class EvictingDecoder(Decoder):
             return out.reshape(q.shape)
 
         with model.scope():
+            model = model.for_rows(cache.kernels, batch)
             x = run_layers(model, model.embed(tokens), model.rotation(lengths - 1), attention)
             flat = [array for layer in pending for asked in layer for array in asked]
             layers, (logits, *values) = collect(backend, cache, reads, model.logits(x), *flat)
