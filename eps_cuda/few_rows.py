@@ -19,7 +19,7 @@ from eps_core.models.spec import ModelSpec
 from eps_cuda.kernels.cpu import kernels
 from eps_cuda.quantised_weights import Rows
 
-MOST_ROWS = 16  # from more on, Torch's product of matrices takes less time
+MOST_ROWS = 32  # of more, Torch's product of matrices takes less time
 _NONE = np.empty(0, np.float32)
 Turn = list[tuple[np.ndarray, np.ndarray]]
 
@@ -91,6 +91,8 @@ class FewRows:
             *turn[spec.rope_of_layer[layer]], out,
         )  # fmt: skip
         q, k, v = torch.from_numpy(out).split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if layer in spec.windowed:  # array operations attend there, in the dtype of q
+            q = q.to(self.model.weights["embed"].dtype)
         return q, k, v
 
     def after_attention(self, layer: int, x: np.ndarray, attended: Tensor) -> np.ndarray:

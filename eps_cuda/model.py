@@ -100,6 +100,11 @@ class Model(ArrayModel):
         return self.linear(x, joined.weight, joined.bias).split(joined.sizes, dim=-1)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) == 1 and x.dtype == torch.bfloat16 and self.device == "cpu" and torch.cpu._is_amx_tile_supported():
+            # with AMX, Torch's product of matrices takes a single row at half of the memory's speed; without, it is
+            # 1.3 to 1.8 times as fast as the product with a vector
+            y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+            return y[None]
         if len(x) >= WIDE_ROWS and not multiplies(x):
             wide = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
             return wide.to(x.dtype)

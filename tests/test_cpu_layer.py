@@ -36,7 +36,8 @@ def pass_of(model: Any, rows: int, attended: np.ndarray, as_array: Callable[[np.
             found += model.project(layer, x, turn)
             x = model.after_attention(layer, x, as_array(attended))
             found.append(x)
-        return [np.asarray(one, np.float64) for one in (*found, model.logits(x))]
+        found.append(model.logits(x))
+        return [one.float().numpy() if isinstance(one, torch.Tensor) else np.asarray(one) for one in found]
 
 
 @pytest.mark.parametrize("outputs", [16, 17, 18, 19, 2 * calls.TASK_BYTES // (32 * 4) + 18])
@@ -83,9 +84,11 @@ def test_a_pass_is_the_reference_s(name: str, dtype: str | None, bits: int | Non
     attended = attended_of(model, rows)
     got = pass_of(few, rows, attended, torch.from_numpy)
     expected = pass_of(truth, rows, attended.astype(np.float64), lambda array: array)
-    for value, true in zip(got, expected, strict=True):
+    # q, k, v and x of each layer, then logits; queries of a window are of the model's dtype, all else is float32
+    for index, (value, true) in enumerate(zip(got, expected, strict=True)):
+        short = index % 4 == 0 and index // 4 in model.spec.windowed and model.dtype == "bfloat16"
         assert value.shape == true.shape
-        assert np.abs(value - true).max() <= 3e-6 * np.abs(true).max(), "activations are float32, whatever weights are"
+        assert np.abs(value - true).max() <= (2**-8 if short else 3e-6) * np.abs(true).max(), index
 
 
 @pytest.mark.parametrize("name", ["gemma3-256-scaled-capped", "llama2-linear-biased"])

@@ -10,6 +10,7 @@ import pytest
 
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode import session as session_module
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.session import Session
@@ -130,12 +131,15 @@ import torch
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.cache import CacheConfig
+from eps_core.config.speculative import SpeculativeConfig
 from eps_core.cpu import compile
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document, decode
 from eps_core.kv_cache.rows import Rows
 
 session, config, asked = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16"), EpsConfig.of(method="rq"), []
+verify = SpeculativeConfig("tokens", weights="8bit")
+session.load(verify)
 session.check_kernels(CacheConfig())
 session.check_kernels(config.cache_config, verified=True)
 real = compile._Kept.load_overload
@@ -148,8 +152,25 @@ q, selected_mask = torch.ones(3, session.spec.num_heads, spec.head_dim), torch.o
 for query in (q, q.bfloat16()):
     for given in ((), (selected_mask,)):
         session.backend.attend_rows(cache, 0, query, rows, *given)
+with session.decoder.model.scope():
+    few = session.drafter(verify).model.for_rows("numba", 1)
+    x = few.embed(np.array([1]))
+    q, k, v = few.project(0, x, few.rotation(np.array([5])))
+    few.logits(few.after_attention(0, x, q))
 print(asked)
 """
+
+
+def test_a_check_reads_no_weights_and_sessions_read_theirs_once(monkeypatch) -> None:
+    loads = []
+    real = session_module.load_decoder
+    monkeypatch.setattr(session_module, "load_decoder", lambda *args: loads.append(args) or real(*args))
+    session = Session.open(None, "cuda", "cpu")
+    session.cache(CacheConfig(), 64)
+    assert not loads
+    session.prefix([1, 2, 3])
+    session.load(SpeculativeConfig("tokens"))
+    assert len(loads) == 1
 
 
 def test_nothing_is_compiled_after_the_check() -> None:

@@ -2,8 +2,8 @@
 the feed-forward block. One call before attention, one after it.
 
 A row's products wait for the weights to come from memory, which no library improves; but two dozen calls of one small
-operation each take as long again. Every weight is read once for all rows, in tasks of some 64 KB; activations stay
-float32. A row's values do not depend, to the last bit, on how many rows there are.
+operation each take as long again. Every weight is read once for all rows, before attention in tasks of a head, else of
+some TASK_BYTES; activations stay float32. A row's values do not depend, to the last bit, on how many rows there are.
 
 Arrays: x [R, hidden]; a weight [N, K] flat, of float32, bfloat16, float16 or 8-bit codes with a step for each of its N
 outputs; N of LANES or more, K a multiple of it. An absent step, bias or norm is an empty array.

@@ -14,9 +14,9 @@ from eps_core.models.spec import ModelSpec
 
 
 class ArrayModel:
-    """See `decode.forward.Arithmetic`. Weights and activations are in `dtype`; norms, rotation, attention logits and
-    the returned logits are float32. The cache's dtype may differ. A backend fills in `ops`, `activations`, `scope`,
-    `embed`, `whole_step`, and what raises NotImplementedError here."""
+    """See `decode.forward.Arithmetic`. Weights and activations are in `dtype` (activations of `for_rows` in float32);
+    norms, rotation, attention logits and the returned logits are float32. The cache's dtype may differ. A backend fills
+    in `ops`, `activations`, `scope`, `embed`, `whole_step`, and what raises NotImplementedError here."""
 
     ops: ClassVar[Ops]
     activations: ClassVar[Mapping[str, Callable[[Any], Any]]]

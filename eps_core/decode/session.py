@@ -56,6 +56,7 @@ class Session:
     named: bool = False  # whether the user named the kernels
     fault: str | None = None  # why auto took array operations instead of kernels
     checked: set[tuple[CacheConfig, bool]] = field(default_factory=set, repr=False)  # see `check_kernels`
+    checked_decoders: list[Decoder] = field(default_factory=list, repr=False)
     config: EpsConfig = EpsConfig()  # noqa: RUF009  of `steps`; documents and variants bring their own
     verify: SpeculativeConfig = UNVERIFIED  # the same
     kv_bits: KvFormats = EXACT  # of K and of V in every cache: see `CacheSpec`
@@ -121,12 +122,12 @@ class Session:
     @cached_property
     def decoder(self) -> Decoder:
         full = load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
-        return full.quantised(WEIGHT_BITS[self.weights])
+        return self._checked(full.quantised(WEIGHT_BITS[self.weights]))
 
     def drafter(self, verify: SpeculativeConfig) -> Decoder:
         """Return the decoder of the drafts of verified decoding: the session's, or one over the same caches with
         quantised weights, made once."""
-        return self.decoder.quantised(WEIGHT_BITS[verify.weights])
+        return self._checked(self.decoder.quantised(WEIGHT_BITS[verify.weights]))
 
     def load(self, verify: SpeculativeConfig = UNVERIFIED) -> None:
         """Reads the weights now, and makes what `verify` drafts with, while nothing is decoded or written yet. Raises
@@ -160,7 +161,19 @@ class Session:
                 EpsConfig.reading(cache_config, self.device),
                 progress,
                 verified,
-            ) or rows_disagreement(self.backend, self.decoder.model, self.kernels)
+            )
+        self._believe(fault)
+
+    def _checked(self, decoder: Decoder) -> Decoder:
+        """The decoder, once the kernels that few rows of it take are compiled and compared, too."""
+        if decoder not in self.checked_decoders:
+            self.checked_decoders.append(decoder)
+            with Progress("kernels: compiling and checking", "parts") as progress:
+                progress(0, 1, "a model's rows")
+                self._believe(rows_disagreement(self.backend, decoder.model, self.kernels))
+        return decoder
+
+    def _believe(self, fault: str | None) -> None:
         if fault is not None:
             self.fall_back(f"kernels {self.kernels} failed their check on this device ({fault})")
 

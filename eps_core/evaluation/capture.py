@@ -58,7 +58,7 @@ class CaptureInfo:
     text_sha256: str
     backend: str
     device: str
-    dtype: str  # of weights and activations
+    dtype: str  # of weights, and of activations but in steps by compiled calls
     fingerprint: str  # of the model, as in its head policy
     versions: dict[str, str | None] = field(default_factory=dict)
     git_commit: str | None = None

@@ -118,6 +118,7 @@ class LinearDecoder(Decoder):
             return eps.from_numpy(self.states[layer].read(q)[None].astype(np.float32), model.dtype, model.device)
 
         with model.scope():
+            model = model.for_rows(cache.kernels, len(tokens))
             x = run_layers(model, model.embed(tokens), model.rotation(lengths - 1), attention)
             _, (logits,) = collect(eps, cache, [], model.logits(x))
         return cache, StepOutput(logits, self.num_bytes, eviction=Eviction(self.num_bytes, 0, 0))

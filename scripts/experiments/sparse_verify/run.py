@@ -136,6 +136,7 @@ class SparseDecoder(Decoder):
             return eps.attend_chunk(cache, q, keys, values)
 
         with model.scope():
+            model = model.for_rows(cache.kernels, len(tokens))
             x = run_layers(model, model.embed(np.asarray(tokens)), model.rotation(rows.seen - 1), attention)
             _, (logits,) = collect(eps, cache, [], model.logits(x))
         now = np.zeros(length)
