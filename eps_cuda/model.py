@@ -111,7 +111,7 @@ class Model(ArrayModel):
         return functional.linear(x, weight, bias)
 
     def for_rows(self, kernels: str, rows: int) -> Any:
-        if kernels != "numba":
+        if kernels != "numba" or self.device != "cpu":
             return self
         from eps_cuda import few_rows  # imports numba, which only these kernels need
 
