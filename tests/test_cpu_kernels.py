@@ -150,25 +150,26 @@ def test_guards_are_ranges():
 def test_calls_from_several_threads(backend):
     """Callers do not disturb each other, and give what one of them gives alone."""
     kernels, s = kernels_of(backend), filled(backend, Case((600, 290), eps("rq", group_size=2)))
-    host = calls.Host(kernels.host)
-    expected = [
-        backend.to_numpy(backend.attend(s.cache, 0, s.native, s.plan, None)[0]),
-        backend.to_numpy(backend.score(s.cache, 0, s.native, s.plan).estimate),
-    ]
-    right = []
+    host, right = calls.Host(kernels.host), []
 
-    def call() -> None:
-        for _ in range(30):
-            out, _ = kernels_cpu.attend(s.cache, 0, s.q, s.plan, None, host, kernels.run)
-            estimate, _ = kernels_cpu.score(s.cache, 0, s.q, s.plan, host, kernels.run)
-            right.append(np.array_equal(out, expected[0]) and np.array_equal(estimate, expected[1]))
+    def results(q):
+        out, _ = kernels_cpu.attend(s.cache, 0, q, s.plan, None, host, kernels.run)
+        estimate, _ = kernels_cpu.score(s.cache, 0, q, s.plan, host, kernels.run)
+        return out, estimate
 
-    threads = [threading.Thread(target=call) for _ in range(4)]
+    queries = [s.q * np.float32(factor) for factor in (1, -1, 0.5, 2)]
+    expected = [results(q) for q in queries]
+
+    def call(q, wanted) -> None:
+        for _ in range(100):
+            right.append(all(map(np.array_equal, results(q), wanted)))
+
+    threads = [threading.Thread(target=call, args=pair) for pair in zip(queries, expected, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert right == [True] * 120
+    assert right == [True] * 400
 
 
 def test_asking_for_numba_does_not_import_it():

@@ -1,6 +1,7 @@
-"""The compiled calls of a layer besides attention: against the float64 reference, and the promise that a row's bits are
-its own."""
+"""Tests of the compiled calls of a layer besides attention. They follow the float64 reference, and the bits of a row do
+not depend on the other rows."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,7 @@ def attended_of(model: Any, rows: int) -> np.ndarray:
 
 
 @pytest.fixture(params=("team", "helpers", "alone"))
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Torch's own threads, in three of ours, or in the caller's alone."""
     if request.param != "team":
         alone = request.param == "alone"
@@ -66,7 +67,6 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
             cpu.TorchKernels, "run",
             lambda self, kernel, phases, *args, **how: threads.run(kernel, phases, *args, alone=alone),
         )  # fmt: skip
-    return str(request.param)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -91,8 +91,9 @@ def test_a_pass_is_the_reference_s(name: str, dtype: str | None, bits: int | Non
         assert np.abs(value - true).max() <= (2**-8 if short else 3e-6) * np.abs(true).max(), index
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("name", ["gemma3-256-scaled-capped", "llama2-linear-biased"])
-def test_a_row_s_bits_are_its_own(name: str, run: str) -> None:
+def test_a_row_s_bits_are_its_own(name: str) -> None:
     model = load(eps_cuda, name)
     few, attended = FewRows.of(model), attended_of(model, MOST_ROWS)
     assert few is not None
@@ -100,6 +101,35 @@ def test_a_row_s_bits_are_its_own(name: str, run: str) -> None:
     for rows in (1, calls.TOGETHER + 1):
         part = pass_of(few, rows, attended[:rows], torch.from_numpy)
         assert all(np.array_equal(one, every[:rows]) for one, every in zip(part, whole, strict=True))
+
+
+def test_no_phase_begins_before_every_task_of_the_one_before_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, waited = load(eps_cuda, "llama2"), []
+    few, attended = model.for_rows("numba", 2), attended_of(model, 2)
+    pass_of(few, 2, attended, torch.from_numpy)  # compiles
+
+    def run(self: Any, kernel: Any, phases: int, *args: Any, **how: Any) -> None:
+        for phase in range(phases):
+            progress = threads.new_progress(phases)
+            progress[phase, threads._TAKEN] = 1  # by a thread that is late
+            caller = threading.Thread(target=kernel, args=(progress, *args))
+            caller.start()
+            caller.join(0.05)
+            waited.append(caller.is_alive())
+            progress[phase, threads._DONE] += 1
+            caller.join(30)
+            assert not caller.is_alive()
+
+    monkeypatch.setattr(cpu.TorchKernels, "run", run)
+    pass_of(few, 2, attended, torch.from_numpy)
+    assert waited == [True] * (model.spec.num_layers * (calls.AROUND + calls.AFTER) + calls.AROUND)
+
+
+def test_queries_of_a_window_have_the_models_dtype() -> None:
+    few = load(eps_cuda, "gemma3-256-scaled-capped").for_rows("numba", 1)
+    x, turn = few.embed(np.array([5])), few.rotation(np.array([9]))
+    dtypes = [few.project(layer, x, turn)[0].dtype for layer in range(few.spec.num_layers)]
+    assert dtypes == [torch.bfloat16, torch.float32] * 2  # every second layer attends to everything
 
 
 def test_other_shapes_rows_and_kernels_are_the_models_own() -> None:
@@ -115,6 +145,16 @@ def test_other_shapes_rows_and_kernels_are_the_models_own() -> None:
         assert FewRows.of(model) is None, name
         object.__setattr__(spec, name, size)
     assert FewRows.of(model) is not None
+
+
+def test_what_the_model_itself_overflows_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(eps_cuda, "llama2")
+    few = model.for_rows("numba", 5)
+    for which, fault in ((model, None), (few, "logits of a model's rows differ by nan")):
+        with monkeypatch.context() as patched:
+            real = which.logits
+            patched.setattr(which, "logits", lambda x, real=real: real(x).index_fill(1, torch.tensor([0]), torch.nan))
+            assert rows_disagreement(eps_cuda, model, "numba") == fault
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,8 @@ def test_a_short_chat_is_dense(session: Session) -> None:
     assert read == dense
 
 
-def test_a_needle_is_answered_where_dense_decoding_answers_it(session: Session) -> None:
-    if session.backend_name != "cuda":
-        pytest.skip("contexts for it are short, and dense under the default: test_a_short_chat_is_dense")
+def test_a_needle_is_answered_where_dense_decoding_answers_it(folder: Path) -> None:
+    session = Session.open(folder, "cuda", "cpu", "float32", "bfloat16")
     filler = session.encode(corpus().decode()[100_000:120_000], special=False)[: SIZES[session.backend_name][0]]
     middle = len(filler) // 2
     needle, question = "\n# The code for otter is 31415.\n", "\n# What is the code for otter? The code for otter is "

@@ -1,9 +1,9 @@
-"""The parts of a transformer layer besides attention, for few rows: norms, products with weights, rotary embeddings and
-the feed-forward block. One call before attention, one after it.
+"""Compute what a transformer layer does besides attention, for few rows: norms, products with weights, rotary
+embeddings and the feed-forward block. There is one call before attention and one after it.
 
-A row's products wait for the weights to come from memory, which no library improves; but two dozen calls of one small
-operation each take as long again. Every weight is read once for all rows, before attention in tasks of a head, else of
-some TASK_BYTES; activations stay float32. A row's values do not depend, to the last bit, on how many rows there are.
+The products of few rows wait for the weights to come from memory. Two dozen calls of one small operation each take as
+long again. Here every weight is read once for all rows, before attention in tasks of a head, else of some TASK_BYTES.
+Activations stay float32. The bits of a row do not depend on how many rows there are.
 
 Arrays: x [R, hidden]; a weight [N, K] flat, of float32, bfloat16, float16 or 8-bit codes with a step for each of its N
 outputs; N of LANES or more, K a multiple of it. An absent step, bias or norm is an empty array.
@@ -28,10 +28,7 @@ def _dots(rows: int):
     def dots(builder, kinds, weight, first, size, x, row, out, to, width):
         """out[row + r, to + i] = weight[first + i] . x[row + r] for i < OUTPUTS and r < rows: weight [N, size],
         x [R, size], out [R, width]."""
-        nothing = splat(0.0)
-        totals = [[cgutils.alloca_once_value(builder, nothing) for _ in range(OUTPUTS)] for _ in range(rows)]
-        for one in (place for own in totals for place in own):
-            builder.store(nothing, one)
+        totals = [[cgutils.alloca_once_value(builder, splat(0.0)) for _ in range(OUTPUTS)] for _ in range(rows)]
         with builder.steps(0, size, LANES) as k:
             own = [builder.load_lanes(builder.at(x, (builder.total(row, r), size), k)) for r in range(rows)]
             for i in range(OUTPUTS):
