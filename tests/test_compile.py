@@ -24,11 +24,45 @@ print(found.count(None))
 """
 
 
-def compilations(cache: Path | None, **environment: str) -> tuple[int, str]:
+# two kernels, of which one calls the other by name
+PAIR = """
+from eps_core.cpu.compile import call_by_name, kernel
+@kernel()
+def inner(out):
+    if out[0] < 0:
+        raise ValueError("below")
+    out[0] += 1
+@kernel()
+def outer(out):
+    call_by_name(inner, (out,))
+    call_by_name(inner, (out,))
+"""
+CALLS = """
+import sys
+import numpy as np
+from eps_core.cpu import compile
+found = []
+real = compile._Kept.load_overload
+compile._Kept.load_overload = lambda *at: found.append(real(*at)) or found[-1]
+sys.path.insert(0, {folder!r})
+import pair
+out = np.zeros(1, np.int64)
+pair.outer(out)
+assert out[0] == 2
+try:
+    pair.outer(out - 5)
+    assert False
+except ValueError as fault:
+    assert str(fault) == "below"
+print(found.count(None))
+"""
+
+
+def compilations(cache: Path | None, program: str = PROGRAM, **environment: str) -> tuple[int, str]:
     """(kernels that were compiled, stderr) of a process of its own."""
     given = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
     given |= environment | ({} if cache is None else {caches.VARIABLE: str(cache)})
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=given, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "compiling CPU kernels" not in line]
     assert len(said) + (int(done.stdout) > 0) == len(done.stderr.splitlines()), "compiling is announced, once"
@@ -48,6 +82,17 @@ def test_what_was_compiled_is_loaded_and_what_is_damaged_is_made_again(tmp_path:
         file.write_bytes(damaged)
         assert compilations(tmp_path) == (1, "")
         assert compilations(tmp_path) == (0, "")
+
+
+def test_code_that_is_called_by_name_is_loaded_first_and_its_caller_follows_its_name(tmp_path: Path) -> None:
+    """A name that is not there would end the process; numba gives another one to what is compiled in another order."""
+    (tmp_path / "pair.py").write_text(PAIR)
+    cache, program = tmp_path / "kept", CALLS.format(folder=str(tmp_path))
+    cache.mkdir()
+    assert compilations(cache, program) == (2, "") and compilations(cache, program) == (0, "")
+    (inner,) = cache.rglob("pair.inner-*")
+    inner.unlink()
+    assert compilations(cache, program) == (2, "") and compilations(cache, program) == (0, "")
 
 
 def test_numbas_own_folder_is_left_alone(tmp_path: Path) -> None:

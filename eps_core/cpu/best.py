@@ -126,10 +126,10 @@ def select_topk(progress, estimate, count, selectable, ends, groups, selected_ma
         keys[selectable[b, 1] : end] = FIRST
         taken = list_best(keys, end, count[b], spare, listed)
         own, seen = groups[b, h], selected_mask[b, h]
-        own[:taken] = listed[:taken]
         own[taken:] = -1
         seen[:] = 0
         for i in range(taken):
+            own[i] = listed[i]
             seen[listed[i]] = 1
         finish(progress, 0)
     wait(progress, 0, batch * kv_heads)

@@ -18,7 +18,6 @@ from eps_core.summaries.rq import PARTS, QUERY_STEPS, part_dims
 _ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16}  # as kernels see a dtype
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
 ROWS_PER_THREAD = 1  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
-_NO_TAIL = np.empty(0, np.int8), np.empty(0, np.int16), np.empty(0, np.int16)  # means, scale, fill
 KEY_BITS = {16, 8, 4}  # of K: as they are, and the codes that kernels read
 _NO_KEYS = np.empty(0, np.float32), (0, 0, 0)  # and their strides
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
@@ -252,20 +251,16 @@ def adding_correction(
     lse: np.ndarray, host: Host,
 ) -> tuple[Call, State, np.ndarray]:  # fmt: skip
     """The estimated attention over what the groups and counts of `listed` left out of estimate [B, Hkv, G], where the
-    listed ones gave lse [B, Hq], and the share [B, Hkv] of it: `skipped_mass`. Where the cache has no correction,
-    arguments of the same kinds alone: not to be called."""
+    listed ones gave lse [B, Hq], and the share [B, Hkv] of it: `skipped_mass`."""
     inner = cache.correction
     correction = State(np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32))
     shares = np.empty(estimate.shape[:2], np.float32)
-    if inner is None:
-        about = *_NO_TAIL, plan.table, plan.lengths, 1, 1
-    else:
-        means, scale = (host.flat(inner.summaries[layer][name]) for name in ("mean", "mean_scale"))
-        about = (
-            means, scale, inner.state[layer].fill, plan.table, plan.lengths, inner.cache_config.S,
-            inner.cache_config.groups_per_unit,
-        )  # fmt: skip
-    return Call(attend.attend_correction, 1, (estimate, *listed, lse, *about, *correction, shares)), correction, shares
+    means, scale = (host.flat(inner.summaries[layer][name]) for name in ("mean", "mean_scale"))
+    args = (
+        estimate, *listed, lse, means, scale, inner.state[layer].fill, plan.table, plan.lengths, inner.cache_config.S,
+        inner.cache_config.groups_per_unit, *correction, shares,
+    )  # fmt: skip
+    return Call(attend.attend_correction, 1, args), correction, shares
 
 
 def summing_skipped(estimate: np.ndarray, selected_mask: np.ndarray, shares: np.ndarray) -> Call:

@@ -4,10 +4,14 @@ numba's own caches lie beside the sources or in the user's folder and end a prog
 file in them is damaged; and they keep code by the source of the outermost function alone, so that one that calls into
 a file that changed would run old code. Here all sources name the folder, a file carries its own hash, and a cache that
 cannot be read or written costs a compilation.
+
+numba copies the code of what a function calls into it and optimises all of it again, at every level. That pays within
+a loop; of a call that lasts microseconds it only costs compilation, and `call_by_name` leaves that code where it is.
 """
 
 import functools
 import hashlib
+import importlib
 import os
 import pickle
 import platform
@@ -19,9 +23,12 @@ from typing import Any
 
 import llvmlite
 import numba
+from numba import types
+from numba.core import cgutils
 from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
+from numba.extending import intrinsic
 
 from eps_core.io import caches
 
@@ -29,17 +36,43 @@ from eps_core.io import caches
 FAST = frozenset({"reassoc", "contract", "arcp", "nsz"})
 _DIGEST = hashlib.sha256().digest_size
 _state = {"preparing": False}
+_named: dict[str, tuple[Any, tuple[Any, ...]]] = {}  # symbols that other code calls: the kernel, types of its arguments
 
 
 def kernel(fastmath: frozenset[str] = frozenset()) -> Callable[[Callable[..., Any]], Any]:
     """Compiles a function without the GIL and keeps its code."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        compiled = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
+        compiled = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath), no_cfunc_wrapper=True)(function)
         compiled._cache = _Kept(function)
         return compiled
 
     return decorate
+
+
+@intrinsic
+def call_by_name(typing_context, called, args):
+    """Calls kernel called(*args), which returns nothing, without taking its code in."""
+    called.get_call_type(typing_context, tuple(args), {})  # compiles it
+
+    def codegen(context, builder, signature, values):
+        called_type, args_type = signature.args
+        function, about = declared(context, builder.module, called_type.dispatcher, tuple(args_type))
+        unpacked = cgutils.unpack_tuple(builder, values[1])
+        status, _ = context.call_conv.call_function(builder, function, about.restype, about.argtypes, unpacked)
+        with cgutils.if_unlikely(builder, status.is_error):
+            context.call_conv.return_status_propagate(builder, status)
+        return context.get_dummy_value()
+
+    return types.void(called, args), codegen
+
+
+def declared(context: Any, module: Any, called: Any, arg_types: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return a compiled kernel as a function that `module` declares, and numba's description of it. The symbol is found
+    in the process: what is kept of the module names it (`_Kept`), and it is loaded first."""
+    about = called.overloads[arg_types].fndesc
+    _named[about.llvm_func_name] = called, arg_types
+    return context.declare_function(module, about), about
 
 
 def compiled_from() -> str:
@@ -110,18 +143,34 @@ class _Kept(NullCache):
             data = b""
         digest, code = data[:_DIGEST], data[_DIGEST:]
         if code and hashlib.sha256(code).digest() == digest:
-            return CompileResult._rebuild(target_context, *pickle.loads(code))
-        _say("compiling CPU kernels for this machine, once: about a minute ..")
+            calls, kept = pickle.loads(code)
+            if all(_is_loaded(*call) for call in calls):
+                return CompileResult._rebuild(target_context, *kept)
+        _say("compiling CPU kernels for this machine, once: about half a minute ..")
         return None
 
     def save_overload(self, sig: Any, data: CompileResult) -> None:
         path = self._path(sig, data.codegen)
         if path is None or data.library.has_dynamic_globals:
             return
-        code = dumps(data._reduce())
+        symbols = [one.name for one in data.library._final_module.functions if one.name in _named]
+        calls = [(symbol, *_place_of(_named[symbol][0]), _named[symbol][1]) for symbol in symbols]
+        code = dumps((calls, data._reduce()))
         fault = caches.keep(path, hashlib.sha256(code).digest() + code)
         if fault is not None:
             _say(f"compiled kernels cannot be kept in {path.parent} ({fault}): set {caches.VARIABLE}")
+
+
+def _place_of(kernel: Any) -> tuple[str, str]:
+    return kernel.py_func.__module__, kernel.py_func.__name__
+
+
+def _is_loaded(symbol: str, module: str, name: str, arg_types: tuple[Any, ...]) -> bool:
+    """Load or compile a kernel that kept code calls, and return whether it has the name by which it is called."""
+    called = getattr(importlib.import_module(module), name)
+    called.compile(arg_types)
+    _named[symbol] = called, arg_types
+    return bool(called.overloads[arg_types].fndesc.llvm_func_name == symbol)
 
 
 @functools.cache

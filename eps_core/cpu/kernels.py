@@ -72,18 +72,19 @@ def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Ho
     choice, chosen = calls.choosing(plan, estimate, plan.num_missing(cache.state[layer]))
     listed = chosen.groups, chosen.counts
     attention, read = calls.attending(cache, layer, q, plan, listed, host)
-    has_correction = bool(cache.cache_config.correction_tokens)
-    adding, correction, skipped = calls.adding_correction(cache, layer, plan, estimate, listed, read.lse, host)
+    skipped = np.empty(shape[:2], np.float32)
     summing = calls.summing_skipped(estimate, chosen.selected_mask, skipped)
-    whole = State(np.empty_like(read.out), np.empty_like(read.lse))
     stamps = np.zeros(3, np.int64)
     run(
         fused.score_and_read, score_call.phases + fused.PHASES, stamps, score_call.phases, score_call.args,
-        choice.args, attention.args, has_correction, adding.args, (*read, *correction, *whole), summing.args,
+        choice.args, attention.args, summing.args,
     )  # fmt: skip
     began, selected, ended = stamps.tolist()
     share = (selected - began) / max(ended - began, 1)
-    return FusedOutput(read, whole if has_correction else read, chosen, skipped, share)
+    if not cache.cache_config.correction_tokens:
+        return FusedOutput(read, read, chosen, skipped, share)
+    *correction, skipped = attend_correction(cache, layer, plan, estimate, listed, read.lse, host, run)
+    return FusedOutput(read, State(*merge(*read, *correction)), chosen, skipped, share)
 
 
 def attend_rows(

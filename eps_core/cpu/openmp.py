@@ -37,15 +37,13 @@ def on_team(typing_context, parallel, num_threads, kernel, args):
 
     def codegen(context, builder, signature, values):
         _, number_type, kernel_type, args_type = signature.args
-        compiled = kernel_type.dispatcher.overloads[tuple(args_type)]
-        context.active_code_library.add_linking_library(compiled.library)
         pointer, member_type = i8.as_pointer(), ir.FunctionType(ir.VoidType(), [i8.as_pointer()])
         packed = cgutils.alloca_once_value(builder, values[3])
         member = ir.Function(builder.module, member_type, builder.module.get_unique_name("eps_team_member"))
         member.linkage = "internal"
         inside = Code(ir.IRBuilder(member.append_basic_block("entry")))
         unpacked = cgutils.unpack_tuple(inside, inside.load(inside.bitcast(member.args[0], packed.type)))
-        function, about = context.declare_function(builder.module, compiled.fndesc), compiled.fndesc
+        function, about = compile.declared(context, builder.module, kernel_type.dispatcher, tuple(args_type))
         status, _ = context.call_conv.call_function(inside, function, about.restype, about.argtypes, unpacked)
         progress = context.make_array(args_type[0])(context, inside, unpacked[0])
         data, (phases, width) = progress.data, cgutils.unpack_tuple(inside, progress.shape, 2)

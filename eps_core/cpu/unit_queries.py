@@ -78,6 +78,7 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
         first += dims[part]
         whole &= first % (8 * WORD) == 0
     if whole:  # parts of whole words have the same tables
-        words[word * WORD_TABLE : 2 * word * WORD_TABLE] = words[: word * WORD_TABLE]
+        for i in range(word * WORD_TABLE):
+            words[word * WORD_TABLE + i] = words[i]
     else:
         fill_words(integers, 0, head_dim, words[word * WORD_TABLE :])

@@ -11,7 +11,7 @@ import numpy as np
 from eps_core.config.selection import ANCHOR_SPREAD
 from eps_core.cpu.best import limit, list_best
 from eps_core.cpu.best_vectors import mark
-from eps_core.cpu.compile import kernel
+from eps_core.cpu.compile import call_by_name, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, dots
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.cpu.unit_queries import prepare
@@ -244,12 +244,12 @@ def score_some(
             break
         row, begin = first_row + task // chunks, task % chunks * per_task
         b, h = row // kv_heads, row % kv_heads
-        score_first(
+        call_by_name(score_first, (
             begin, min(begin + per_task, spans), mean, mean_scale, mean_bits, scale, codes, first_bytes,
             finalize_groups, states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0],
             shifts[row], adds and parts == 1 and not any_rescored, (lengths[b] + size - 1) // size, bases[row],
             estimate[b, h], keys[row - first_row],
-        )  # fmt: skip
+        ))  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some * chunks)
     phase += 1
@@ -264,7 +264,9 @@ def score_some(
             break
         row = first_row + task
         number = cascaded[0, row // kv_heads] if parts > 1 else rescored[row // kv_heads]
-        choose_first(keys[task], number, marks[task], starts[task, : chunks + 1], per_task * finalize_groups, spare)
+        call_by_name(choose_first, (
+            keys[task], number, marks[task], starts[task, : chunks + 1], per_task * finalize_groups, spare,
+        ))  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some)
     phase += 1
@@ -275,12 +277,12 @@ def score_some(
         place, begin = task // chunks, task % chunks * per_task
         row = first_row + place
         b, h = row // kv_heads, row % kv_heads
-        read_kept(
+        call_by_name(read_kept, (
             begin, min(begin + per_task, spans), starts[place, task % chunks], scale, codes, first_bytes, later[0],
             later_bytes, finalize_groups, places[b], h * per_unit, words[row], factors[row, :, last], bases[row],
             adds and parts == 2 and not any_rescored, marks[place], packed, fresh, estimate[b, h],
             kept[place], kept_keys[place], kept_sums[place],
-        )  # fmt: skip
+        ))  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some * chunks)
     phase += 1
@@ -323,12 +325,12 @@ def score_some(
             place, begin = task // pieces, task % pieces * LISTED_GROUPS
             row = first_row + place
             count = starts[place, chunks + 1]
-            read_listed(
+            call_by_name(read_listed, (
                 begin, min(begin + LISTED_GROUPS, count), count, pool, num_bytes, own_scale,
                 words[row, :, word * WORD_TABLE :], doubled, factors[row, :, parts if doubled else 2], bases[row],
                 adds and doubled == any_rescored, listed[place], groups[place], chosen[place], span_of[place], fresh,
                 estimate[row // kv_heads, row % kv_heads], kept_keys[place], kept_sums[place],
-            )  # fmt: skip
+            ))  # fmt: skip
             finish(progress, phase)
         wait(progress, phase, some * pieces)
         phase += 1
@@ -340,7 +342,8 @@ def take_heads(q, row, kv_heads, repeat, at, own_q):
     and a sum forgets them."""
     for r in range(HEADS):
         head = row % kv_heads * repeat + at * HEADS + (r if at * HEADS + r < repeat else 0)
-        own_q[r] = q[row // kv_heads, head]
+        for d in range(q.shape[2]):
+            own_q[r, d] = q[row // kv_heads, head, d]
 
 
 @kernel()
@@ -392,31 +395,31 @@ def score_units(
                     apart = min(max(anchors[at, r] - middle, -NEAR), NEAR)
                     shifts[row, at, r] = shifts[row, at, r] - middle - apart if at * HEADS + r < repeat else NO_HEAD
             take_heads(q, row, kv_heads, repeat, at, own_q)
-            prepare(
+            call_by_name(prepare, (
                 own_q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words[row, at], queries[row, at],
                 factors[row, at],
-            )  # fmt: skip
+            ))  # fmt: skip
         finish(progress, 0)
     wait(progress, 0, total)
 
     finalize_groups = finalized // size
     zero, one = np.int64(0), np.int64(1)  # of literal numbers a function is compiled for each
     if together:
-        score_some(
+        call_by_name(score_some, (
             progress, one, zero, rows, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
             cascaded, rescored, dims, size, head_dim, finalize_groups, per_unit, states, places, words, queries,
             factors, shifts, adds, bases, lists, estimate,
-        )  # fmt: skip
+        ))  # fmt: skip
         return
     own = new_lists(one, groups, lists[2].shape[1] - 2, passes)
     while True:
         row = take(progress, 1)
         if row >= rows:
             break
-        score_some(
+        call_by_name(score_some, (
             np.zeros((MOST_PHASES, progress.shape[1]), np.int64), zero, row, one, mean, mean_scale, mean_bits, scale,
             codes, later, second, second_scale, lengths, cascaded, rescored, dims, size, head_dim, finalize_groups,
             per_unit, states, places, words, queries, factors, shifts, adds, bases, own, estimate,
-        )  # fmt: skip
+        ))  # fmt: skip
         finish(progress, 1)
     wait(progress, 1, rows)

@@ -24,8 +24,17 @@ def _fold(rows, count):
             for d in range(rows.shape[1]):
                 rows[i, d] += rows[half + i, d]
         if odd:
-            rows[half] = rows[count - 1]
+            for d in range(rows.shape[1]):
+                rows[half, d] = rows[count - 1, d]
         count = half + odd
+
+
+@kernel()
+def copy(rows, out):
+    """Copy rows [N, D] to the first of out."""
+    for n in range(len(rows)):
+        for d in range(rows.shape[1]):
+            out[n, d] = rows[n, d]
 
 
 @kernel()
@@ -86,7 +95,9 @@ def _encode_columns(x, sizes, with_second, second_step, sums, bits, codes, scale
     sums[:] = 0
     bits[:] = 0
     if with_second:
-        sizes[:] = np.abs(x)
+        for d in range(len(x)):
+            for lane in range(LANES):
+                sizes[d, lane] = abs(x[d, lane])
         _fold(sizes, len(x))
         for lane in range(LANES):
             step[lane] = sizes[0, lane] * second_step
@@ -130,7 +141,7 @@ def _turn_means(k, size, signs, blocks, scales, turned, mean):
             for begin in range(0, groups, LANES):
                 end = min(begin + LANES, groups)
                 for n in range(begin, end):
-                    rows[:size] = k[f, h, n * size : (n + 1) * size]
+                    copy(k[f, h, n * size : (n + 1) * size], rows)
                     _fold(rows, size)
                     for d in range(head_dim):
                         columns[d, n - begin] = rows[0, d] * inverse
@@ -138,7 +149,7 @@ def _turn_means(k, size, signs, blocks, scales, turned, mean):
                 for n in range(begin, end):
                     for d in range(head_dim):
                         turned[f, h, n, d] = columns[d, n - begin]
-            rows[:groups] = turned[f, h]
+            copy(turned[f, h], rows)
             _fold(rows, groups)
             for d in range(head_dim):
                 mean[f, h, d] = rows[0, d] * inverse_groups
