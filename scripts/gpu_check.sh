@@ -40,20 +40,7 @@ p = torch.cuda.get_device_properties(0)
 print(p.name, f"{p.total_memory / 2**30:.0f} GiB, torch", torch.__version__, "triton", triton.__version__)'
 fi
 
-failed=()
-# phase NAME SECONDS COMMAND...: one phase, within its time; its output goes to the log, too
-phase() {
-  local name=$1 limit=$(($2 * (1 + 4 * dry))) start=$SECONDS status=0  # an interpreter on a busy machine is slow
-  shift 2
-  echo "=== $name (at most $limit s)"
-  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log" | grep -v -i warn | tail -n 60
-  status=${PIPESTATUS[0]}
-  case $status in
-    0) echo "=== $name: passed in $((SECONDS - start)) s" ;;
-    124 | 137) echo "=== $name: FAILED, out of time after $limit s"; failed+=("$name (time)") ;;
-    *) echo "=== $name: FAILED with status $status after $((SECONDS - start)) s"; failed+=("$name") ;;
-  esac
-}
+. scripts/phases.sh
 
 kernel_tests=(tests/test_triton_{attend,rows,select,step,units,write}.py)
 all_kernels=(tests/test_conformance.py tests/test_kernel_{attention,scores,select}.py tests/test_rows.py)
@@ -99,8 +86,4 @@ else
   echo "=== vllm: it is absent, or there is no GPU: its hook was not run"
 fi
 
-if [ ${#failed[@]} -gt 0 ]; then
-  printf 'FAILED:'; printf ' %s;' "${failed[@]}"; echo
-  exit 1
-fi
-echo "all phases passed"
+finish

@@ -1,0 +1,35 @@
+# Sourced by gpu_check.sh and mac_check.sh, which set `out`, the folder of results, and `dry`, 1 on a machine without
+# what they check: `phase` runs one, `finish` says which failed.
+failed=()
+
+# limited SECONDS COMMAND...: a Mac has no timeout
+limited() {
+  if command -v timeout >/dev/null; then
+    timeout --kill-after=10 "$@"
+  else
+    perl -e 'alarm shift; exec @ARGV' "$@"
+  fi
+}
+
+# phase NAME SECONDS COMMAND...: one phase, within its time; its output goes to the log, too
+phase() {
+  local name=$1 limit=$(($2 * (1 + 4 * dry))) start=$SECONDS status=0  # an interpreter on a busy machine is slow
+  shift 2
+  echo "=== $name (at most $limit s)"
+  limited "$limit" "$@" 2>&1 | tee "$out/$name.log" | grep -v -i warn | tail -n 60
+  status=${PIPESTATUS[0]}
+  case $status in
+    0) echo "=== $name: passed in $((SECONDS - start)) s" ;;
+    124 | 137 | 142) echo "=== $name: FAILED, out of time after $limit s"; failed+=("$name (time)") ;;
+    *) echo "=== $name: FAILED with status $status after $((SECONDS - start)) s"; failed+=("$name") ;;
+  esac
+}
+
+# finish: the last line, and exit status 1 where a phase failed
+finish() {
+  if [ ${#failed[@]} -gt 0 ]; then
+    printf 'FAILED:'; printf ' %s;' "${failed[@]}"; echo
+    exit 1
+  fi
+  echo "all phases passed"
+}
