@@ -46,10 +46,10 @@ def steps_of(backend: Backend, context: int, steps: int, asynchronous: bool, dev
 
     for start in range(0, context, CHUNK):
         slots = np.arange(start, min(start + CHUNK, context))
-        rows = (drawn(len(slots), KV_HEADS, HEAD_DIM) for _ in range(2))
-        cache = backend.write_kv(cache, 0, *rows, slots)
+        k, v = (drawn(len(slots), KV_HEADS, HEAD_DIM) for _ in range(2))
+        cache = backend.write_kv(cache, 0, k, v, slots)
         mx.eval(pending(cache))
-    q, k, v = drawn(1, Q_HEADS, HEAD_DIM), drawn(1, KV_HEADS, HEAD_DIM), drawn(1, KV_HEADS, HEAD_DIM)
+    q, k, v = (drawn(1, heads, HEAD_DIM) for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
     mx.eval(q, k, v)
     times, before = [], None
     held = mx.get_active_memory()

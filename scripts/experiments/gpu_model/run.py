@@ -1,0 +1,126 @@
+"""What would a sparse layer take on a GPU that nobody has measured? A cost model, fitted to the layers that were.
+
+    python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl
+    python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --kernels H100    (each of them)
+
+A kernel takes a + b context + c work microseconds, none of them negative, by least squares over the measured cells:
+`a` for its launch, `b` for what goes through a row in turn, `c` for what is spread over the device. Work is tokens of
+all kv heads, of attention the selected ones. On another device a and b follow the clock. c follows the bandwidth where
+the bytes explain at least two thirds of it on the measured device, else multiprocessors times clock.
+
+All of it are estimates. AMD's and Apple's kernels are other ones (no products of bits, a launch of MLX costs some 4
+microseconds): their rows say what these kernels would take, not what ours do.
+"""
+
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import click
+import numpy as np
+from shared import markdown_table, rows_of
+
+from eps_core.errors import exit_code, require
+
+KV_HEADS, KV_BYTES = 8, 512  # of the measured layer: heads, bytes of K and V of a token and head
+COPIED = 0.865  # of a data sheet's bandwidth, as measured on the H200
+# bytes of a token of a kv head, or of a selected one: codes, rescoring bits, scales and the estimate; means; estimates
+BYTES = {"_score_bits": 38.0, "_score_means": 1.3, "_count_bins": 4.0, "_find_threshold": 0.1, "_list": 5.0,
+         "attend_split_kernel": float(KV_BYTES)}  # fmt: skip
+EXPLAINED = 2 / 3
+
+
+class Device(NamedTuple):
+    """By its maker's data sheet."""
+
+    multiprocessors: int
+    ghz: float
+    gbps: float
+
+
+MEASURED = "H200"
+DEVICES = {
+    "H200": Device(132, 1.98, 4800), "H100": Device(132, 1.98, 3350), "A10G": Device(80, 1.71, 600),
+    "MI300X": Device(304, 2.1, 5300), "M3 Max": Device(40, 1.4, 400),
+}  # fmt: skip
+Cell = tuple[int, int]  # context, batch
+
+
+class Kernel(NamedTuple):
+    """a, b and c of a kernel in microseconds, and the bytes of a unit of its work."""
+
+    launch: float
+    in_turn: float
+    spread: float
+    num_bytes: float
+
+    def us(self, context: int, work: float, device: Device) -> float:
+        """Return the microseconds on a device."""
+        known = DEVICES[MEASURED]
+        by_bytes = self.num_bytes / (COPIED * known.gbps * 1000)
+        bound_by_bytes = self.spread and by_bytes / self.spread >= EXPLAINED
+        clock, units = known.ghz / device.ghz, known.multiprocessors / device.multiprocessors
+        slower = known.gbps / device.gbps if bound_by_bytes else units * clock
+        least = self.num_bytes / (COPIED * device.gbps * 1000)
+        return clock * (self.launch + self.in_turn * context) + max(self.spread * slower, least) * work
+
+
+def work_of(name: str, row: dict[str, Any]) -> float:
+    tokens = row["context"] * row["batch"] * KV_HEADS
+    return row["kv_bytes"] / KV_BYTES if name.startswith("attend") else float(tokens)
+
+
+def fitted(name: str, rows: list[dict[str, Any]]) -> Kernel:
+    """Return the kernel of that name by the cells in which it was measured."""
+    features = np.array([[1.0, row["context"], work_of(name, row)] for row in rows])
+    taken = np.array([row["kernels"][name]["us"] for row in rows])
+    best, least = np.zeros(3), np.inf
+    for used in product((False, True), repeat=3):  # no term may be negative
+        chosen = np.flatnonzero(used)
+        values, *_ = np.linalg.lstsq(features[:, chosen] / taken[:, None], np.ones(len(taken)), rcond=None)
+        error = float(((features[:, chosen] @ values / taken - 1) ** 2).sum())
+        if (values >= 0).all() and error < least:
+            least, best = error, np.zeros(3)
+            best[chosen] = values
+    launch, in_turn, spread = map(float, best)
+    return Kernel(launch, in_turn, spread, BYTES.get(name, 0.0))
+
+
+def dense_us(row: dict[str, Any], device: Device) -> float:
+    """Return what reading all of K and V takes at 90 % of a copy's bandwidth."""
+    return float(row["dense_kv_bytes"] / (0.9 * COPIED * device.gbps * 1000))
+
+
+@click.command()
+@click.option("--rows", "path", type=click.Path(path_type=Path), required=True, help="Of gpu_times.py.")
+@click.option("--kernels", "named", type=click.Choice([*DEVICES]), help="Print each kernel on this device.")
+def main(path: Path, named: str | None) -> None:
+    rows = rows_of(path, "layer")
+    require(len(rows) >= 3, f"{path} has {len(rows)} cells: three numbers of a kernel need three or more")
+    models = {name: fitted(name, rows) for name in rows[0]["kernels"]}
+
+    def layer_us(row: dict[str, Any], device: Device) -> float:
+        return sum(one.us(row["context"], work_of(name, row), device) for name, one in models.items())
+
+    cells = [f"{row['context']:,} x {row['batch']}" for row in rows]
+    if named is not None:
+        device = DEVICES[named]
+        lines = [
+            [f"`{name}`", *(f"{one.us(row['context'], work_of(name, row), device):.1f}" for row in rows)]
+            for name, one in models.items()
+        ]
+        print(markdown_table([f"{named}: us", *cells], lines))
+        return
+    measured = ["H200, measured", *(f"{row['step_us']:.0f} of {dense_us(row, DEVICES[MEASURED]):.0f}" for row in rows)]
+    lines = [measured]
+    for name, device in DEVICES.items():
+        times = [(layer_us(row, device), dense_us(row, device)) for row in rows]
+        lines.append([name, *(f"{own:.0f} of {dense:.0f} ({dense / own:.2f} x)" for own, dense in times)])
+    print(markdown_table(["us of a layer, of dense", *cells], lines))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
