@@ -15,6 +15,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -30,7 +31,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import tiny_models
-import triton_interpreter  # noqa: F401  fixes what the interpreter gets wrong in bfloat16
+
+if find_spec("triton"):  # a Mac has none
+    import triton_interpreter  # noqa: F401  fixes what the interpreter gets wrong in bfloat16
 
 from eps_core.load import BACKENDS, load_backend
 

@@ -1,10 +1,12 @@
 """Compiled kernels are kept in a folder of EPS's own; what is wrong with it costs a compilation and never a run."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eps_core.cpu.usable import why_not
@@ -24,8 +26,9 @@ print(found.count(None))
 """
 
 
-# two kernels, of which one calls the other by name
-PAIR = """
+# a kernel that another calls by name, and a third that takes the code of the second in
+KERNELS = """
+import numpy as np
 from eps_core.cpu.compile import call_by_name, kernel
 @kernel()
 def inner(out):
@@ -36,6 +39,17 @@ def inner(out):
 def outer(out):
     call_by_name(inner, (out,))
     call_by_name(inner, (out,))
+@kernel()
+def around(out):
+    for _ in range(1000):
+        outer(out)
+        call_by_name(inner, (np.zeros(100, np.int64),))
+@kernel()
+def gives(out):
+    return out[0]
+@kernel()
+def takes(out):
+    call_by_name(gives, (out,))
 """
 CALLS = """
 import sys
@@ -45,12 +59,13 @@ found = []
 real = compile._Kept.load_overload
 compile._Kept.load_overload = lambda *at: found.append(real(*at)) or found[-1]
 sys.path.insert(0, {folder!r})
-import pair
+import some_kernels
 out = np.zeros(1, np.int64)
-pair.outer(out)
-assert out[0] == 2
+some_kernels.around(out)
+assert out[0] == 2000
+assert sys.getrefcount(out) == 2
 try:
-    pair.outer(out - 5)
+    some_kernels.around(out - 5000)
     assert False
 except ValueError as fault:
     assert str(fault) == "below"
@@ -84,15 +99,25 @@ def test_what_was_compiled_is_loaded_and_what_is_damaged_is_made_again(tmp_path:
         assert compilations(tmp_path) == (0, "")
 
 
-def test_code_that_is_called_by_name_is_loaded_first_and_its_caller_follows_its_name(tmp_path: Path) -> None:
+def test_code_that_is_called_by_name_is_loaded_first_and_its_callers_follow_its_name(tmp_path: Path) -> None:
     """A name that is not there would end the process; numba gives another one to what is compiled in another order."""
-    (tmp_path / "pair.py").write_text(PAIR)
+    (tmp_path / "some_kernels.py").write_text(KERNELS)
     cache, program = tmp_path / "kept", CALLS.format(folder=str(tmp_path))
     cache.mkdir()
-    assert compilations(cache, program) == (2, "") and compilations(cache, program) == (0, "")
-    (inner,) = cache.rglob("pair.inner-*")
+    assert compilations(cache, program) == (3, "") and compilations(cache, program) == (0, "")
+    (inner,) = cache.rglob("some_kernels.inner-*")
     inner.unlink()
-    assert compilations(cache, program) == (2, "") and compilations(cache, program) == (0, "")
+    compiled, said = compilations(cache, program)
+    assert 1 <= compiled <= 3 and said == ""
+    assert compilations(cache, program) == (0, "")
+
+
+def test_what_returns_something_is_not_called_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels_that_return.py").write_text(KERNELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    takes = importlib.import_module("kernels_that_return").takes
+    with pytest.raises(AssertionError, match="gives returns something"):
+        takes(np.zeros(1, np.int64))
 
 
 def test_numbas_own_folder_is_left_alone(tmp_path: Path) -> None:

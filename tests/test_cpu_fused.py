@@ -19,6 +19,7 @@ from test_cpu_kernels import several_threads as several_threads
 from eps_core.attention import layer as attention_layer
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu import calls, fused, openmp
+from eps_core.cpu import kernels as cpu_kernels
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import FAILED, finish, take, wait
 from eps_core.decode.session import Session
@@ -178,19 +179,23 @@ def test_sparse_layers_take_it(backend):
     assert taken(clock=lambda cache, *arrays: next(seconds)) == []
 
 
-def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
-    """Of 1,000 ns scoring and selecting took 200, so of the second that the layer took 0.2."""
-    s, module = filled(backend, CASES[0]), kernels_of(backend)
-    real = module.run
+@pytest.mark.parametrize("correction_tokens", [0, 64])
+def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, correction_tokens, monkeypatch):
+    """Of 1,000 ns, those of a correction included, scoring and selecting took 200, so of the second that the layer took
+    0.2."""
+    case = replace(CASES[0], config=CASES[0].config.replace(correction_tokens=correction_tokens))
+    s, module = filled(backend, case), kernels_of(backend)
+    real, ended = module.run, 500 if correction_tokens else 1100
 
     def run(kernel, phases, *args, **about):
         real(kernel, phases, *args, **about)
         if kernel is fused.score_and_read:
             stamps, *_ = args
             assert 0 < stamps[0] < stamps[1] < stamps[2]
-            stamps[:] = 100, 300, 1100
+            stamps[:] = 100, 300, ended
 
     monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(cpu_kernels.time, "clock_gettime_ns", lambda clock: 1100)
     seconds = iter([5.0, 6.0])
     _, read = attention_layer.sparse_attention(
         backend, s.cache, 0, s.native, s.plan, clock=lambda cache, *arrays: next(seconds)

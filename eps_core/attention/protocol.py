@@ -75,11 +75,11 @@ class Selection:
 
 @dataclass(frozen=True)
 class FusedRead:
-    """A sparse layer computed by one kernel: what the parts give one by one.
+    """A sparse layer computed at once: what the parts give one by one.
 
     `out` [B, Hq, D] in q's dtype and `lse` [B, Hq] float32, skipped-mass correction included; `read_lse` [B, Hq]
     float32 of what was read alone; `skipped` [B, Hkv] float32: the estimated share of the softmax left unread;
-    `prepass_share`: of the kernel's time what scoring and selecting took.
+    `prepass_share`: of its time what scoring and selecting took.
     """
 
     out: Array

@@ -57,7 +57,8 @@ def call_by_name(typing_context, called, args):
 
     def codegen(context, builder, signature, values):
         called_type, args_type = signature.args
-        function, about = declared(context, builder.module, called_type.dispatcher, tuple(args_type))
+        function, about = declare(context, builder.module, called_type.dispatcher, tuple(args_type))
+        assert about.restype == types.none, f"{about.qualname} returns something: it cannot be called by name"
         unpacked = cgutils.unpack_tuple(builder, values[1])
         status, _ = context.call_conv.call_function(builder, function, about.restype, about.argtypes, unpacked)
         with cgutils.if_unlikely(builder, status.is_error):
@@ -67,7 +68,7 @@ def call_by_name(typing_context, called, args):
     return types.void(called, args), codegen
 
 
-def declared(context: Any, module: Any, called: Any, arg_types: tuple[Any, ...]) -> tuple[Any, Any]:
+def declare(context: Any, module: Any, called: Any, arg_types: tuple[Any, ...]) -> tuple[Any, Any]:
     """Return a compiled kernel as a function that `module` declares, and numba's description of it. The symbol is found
     in the process: what is kept of the module names it (`_Kept`), and it is loaded first."""
     about = called.overloads[arg_types].fndesc
@@ -122,7 +123,7 @@ def _folder() -> Path | None:
 
 
 class _Kept(NullCache):
-    """The code of one function: each file a SHA-256 and what it is of."""
+    """The code of one function: each file a SHA-256 and what it is of, the kernels that it calls by name and itself."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = f"{Path(function.__code__.co_filename).stem}.{function.__qualname__}"
@@ -153,8 +154,8 @@ class _Kept(NullCache):
         path = self._path(sig, data.codegen)
         if path is None or data.library.has_dynamic_globals:
             return
-        symbols = [one.name for one in data.library._final_module.functions if one.name in _named]
-        calls = [(symbol, *_place_of(_named[symbol][0]), _named[symbol][1]) for symbol in symbols]
+        declared = [one.name for one in data.library._final_module.functions if one.is_declaration]
+        calls = [(name, *_place_of(_named[name][0]), _named[name][1]) for name in declared if name in _named]
         code = dumps((calls, data._reduce()))
         fault = caches.keep(path, hashlib.sha256(code).digest() + code)
         if fault is not None:

@@ -7,12 +7,13 @@ and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_o
 installation compiles (tens of seconds), later ones load what was compiled.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from eps_core.cpu import amx, calls, fused, rows_amx, vectors
+from eps_core.cpu import amx, calls, fused, rows_amx, threads, vectors
 from eps_core.cpu import attend as attend_kernels
 from eps_core.cpu import rows as portable
 from eps_core.cpu.calls import Chosen, Host, State
@@ -62,8 +63,9 @@ def attend(
 
 
 def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, run: Run) -> FusedOutput:
-    """Score, select, attend and add the skipped-mass correction at once: what the parts give one by one, bit for bit. q
-    [B, Hq, D] float32; no bounds. Raises ValueError for q that does not fit the cache."""
+    """Score, select and attend at once, and add the skipped-mass correction where the cache has one: what the parts
+    give one by one, bit for bit. q [B, Hq, D] float32; no bounds. Raises ValueError for q that does not fit the
+    cache."""
     check_query(cache.spec, q.shape)
     q = np.ascontiguousarray(q)
     shape = len(q), cache.spec.num_kv_heads, plan.num_groups
@@ -72,19 +74,20 @@ def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Ho
     choice, chosen = calls.choosing(plan, estimate, plan.num_missing(cache.state[layer]))
     listed = chosen.groups, chosen.counts
     attention, read = calls.attending(cache, layer, q, plan, listed, host)
-    skipped = np.empty(shape[:2], np.float32)
-    summing = calls.summing_skipped(estimate, chosen.selected_mask, skipped)
-    stamps = np.zeros(3, np.int64)
+    skipped, corrects = np.empty(shape[:2], np.float32), bool(cache.cache_config.correction_tokens)
+    rows = slice(0 if corrects else None)  # a correction sums what was not read itself
+    summing = calls.summing_skipped(estimate[rows], chosen.selected_mask[rows], skipped[rows])
+    stamps, whole = np.zeros(3, np.int64), read
     run(
         fused.score_and_read, score_call.phases + fused.PHASES, stamps, score_call.phases, score_call.args,
         choice.args, attention.args, summing.args,
     )  # fmt: skip
+    if corrects:
+        *correction, skipped = attend_correction(cache, layer, plan, estimate, listed, read.lse, host, run)
+        whole = State(*merge(*read, *correction))
+        stamps[2] = time.clock_gettime_ns(threads.CLOCK)
     began, selected, ended = stamps.tolist()
-    share = (selected - began) / max(ended - began, 1)
-    if not cache.cache_config.correction_tokens:
-        return FusedOutput(read, read, chosen, skipped, share)
-    *correction, skipped = attend_correction(cache, layer, plan, estimate, listed, read.lse, host, run)
-    return FusedOutput(read, State(*merge(*read, *correction)), chosen, skipped, share)
+    return FusedOutput(read, whole, chosen, skipped, (selected - began) / max(ended - began, 1))
 
 
 def attend_rows(

@@ -43,7 +43,7 @@ def on_team(typing_context, parallel, num_threads, kernel, args):
         member.linkage = "internal"
         inside = Code(ir.IRBuilder(member.append_basic_block("entry")))
         unpacked = cgutils.unpack_tuple(inside, inside.load(inside.bitcast(member.args[0], packed.type)))
-        function, about = compile.declared(context, builder.module, kernel_type.dispatcher, tuple(args_type))
+        function, about = compile.declare(context, builder.module, kernel_type.dispatcher, tuple(args_type))
         status, _ = context.call_conv.call_function(inside, function, about.restype, about.argtypes, unpacked)
         progress = context.make_array(args_type[0])(context, inside, unpacked[0])
         data, (phases, width) = progress.data, cgutils.unpack_tuple(inside, progress.shape, 2)

@@ -1,4 +1,4 @@
-"""What would a sparse layer take on a GPU that nobody has measured? A cost model, fitted to the layers that were.
+"""Estimate what a sparse layer takes on a GPU that nobody has measured, by a cost model fitted to measured layers.
 
     python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl
     python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --kernels H100    (each of them)
@@ -6,9 +6,10 @@
 A kernel takes a + b context + c work microseconds, none of them negative, by least squares over the measured cells:
 `a` for its launch, `b` for what goes through a row in turn, `c` for what is spread over the device. Work is tokens of
 all kv heads, of attention the selected ones. On another device a and b follow the clock. c follows the bandwidth where
-the bytes explain at least two thirds of it on the measured device, else multiprocessors times clock.
+the bytes explain at least two thirds of it on the measured device, else multiprocessors times clock. Dense attention
+follows the bandwidth.
 
-All of it are estimates. AMD's and Apple's kernels are other ones (no products of bits, a launch of MLX costs some 4
+All of these are estimates. AMD's and Apple's kernels are other ones (no products of bits, a launch of MLX costs some 4
 microseconds): their rows say what these kernels would take, not what ours do.
 """
 
@@ -46,7 +47,6 @@ DEVICES = {
     "H200": Device(132, 1.98, 4800), "H100": Device(132, 1.98, 3350), "A10G": Device(80, 1.71, 600),
     "MI300X": Device(304, 2.1, 5300), "M3 Max": Device(40, 1.4, 400),
 }  # fmt: skip
-Cell = tuple[int, int]  # context, batch
 
 
 class Kernel(NamedTuple):
@@ -64,11 +64,12 @@ class Kernel(NamedTuple):
         bound_by_bytes = self.spread and by_bytes / self.spread >= EXPLAINED
         clock, units = known.ghz / device.ghz, known.multiprocessors / device.multiprocessors
         slower = known.gbps / device.gbps if bound_by_bytes else units * clock
-        least = self.num_bytes / (COPIED * device.gbps * 1000)
+        least = 0.0 if device == known else self.num_bytes / (COPIED * device.gbps * 1000)
         return clock * (self.launch + self.in_turn * context) + max(self.spread * slower, least) * work
 
 
 def work_of(name: str, row: dict[str, Any]) -> float:
+    """Return the tokens of all sequences and kv heads of a row that a kernel works on."""
     tokens = row["context"] * row["batch"] * KV_HEADS
     return row["kv_bytes"] / KV_BYTES if name.startswith("attend") else float(tokens)
 
@@ -90,8 +91,9 @@ def fitted(name: str, rows: list[dict[str, Any]]) -> Kernel:
 
 
 def dense_us(row: dict[str, Any], device: Device) -> float:
-    """Return what reading all of K and V takes at 90 % of a copy's bandwidth."""
-    return float(row["dense_kv_bytes"] / (0.9 * COPIED * device.gbps * 1000))
+    """Return what dense attention takes: the faster of what was measured and 90 % of a copy, by the bandwidth."""
+    fastest = min(*row["dense_us"].values(), row["dense_at_90_percent_us"])
+    return float(fastest) * DEVICES[MEASURED].gbps / device.gbps
 
 
 @click.command()
@@ -114,12 +116,15 @@ def main(path: Path, named: str | None) -> None:
         ]
         print(markdown_table([f"{named}: us", *cells], lines))
         return
-    measured = ["H200, measured", *(f"{row['step_us']:.0f} of {dense_us(row, DEVICES[MEASURED]):.0f}" for row in rows)]
-    lines = [measured]
+
+    def cell(own: float, dense: float) -> str:
+        return f"{own:.0f}, {dense:.0f}: {dense / own:.2f} x"
+
+    measured = DEVICES[MEASURED]
+    lines = [[f"{MEASURED}, measured", *(cell(row["step_us"], dense_us(row, measured)) for row in rows)]]
     for name, device in DEVICES.items():
-        times = [(layer_us(row, device), dense_us(row, device)) for row in rows]
-        lines.append([name, *(f"{own:.0f} of {dense:.0f} ({dense / own:.2f} x)" for own, dense in times)])
-    print(markdown_table(["us of a layer, of dense", *cells], lines))
+        lines.append([name, *(cell(layer_us(row, device), dense_us(row, device)) for row in rows)])
+    print(markdown_table(["us of EPS, of dense", *cells], lines))
 
 
 if __name__ == "__main__":
