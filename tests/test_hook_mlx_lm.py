@@ -26,7 +26,7 @@ from eps_core.errors import ConfigError
 from eps_core.integrations import kernels as engine_kernels
 from eps_core.integrations import versions
 from eps_core.integrations.settings import Settings
-from eps_mlx.integrations.mlx_lm import eps, hook_of, load, names
+from eps_mlx.integrations.mlx_lm import eps, hook_of, load, names, rows
 from eps_mlx.integrations.mlx_lm.hook import Hook
 from eps_mlx.kernels.cpu import KERNELS
 
@@ -440,6 +440,25 @@ def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
     with eps(model, **SMALL, budget=0.2, kernels="arrays") as sparse:
         assert uncomputed(make_prompt_cache(model)) == plain
         assert sparse.stats()["bytes_ratio"] < 0.4
+
+
+def test_on_a_gpu_a_step_waits_once_for_the_one_before_where_pools_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose kernels would hold the pools that it writes."""
+    model, waits = tiny("llama"), []
+    (prompt,) = prompts(400)
+    monkeypatch.setattr(rows.mx, "synchronize", lambda *stream: waits.append(stream))
+    monkeypatch.setattr(rows, "GPU", "cpu")
+    with eps(model, **SMALL, budget=0.2, kernels="arrays"):
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([prompt]), cache=cache))
+        assert not waits
+        pool = pool_of(model)
+        held = sum(one.nbytes for one in (*pool.paged.cache.k, *pool.paged.cache.v))
+        for least, wanted in ((held + 1, 0), (held, 3)):
+            monkeypatch.setattr(rows, "HELD_BYTES", least)
+            for _ in range(3):
+                mx.eval(model(mx.array([[7]]), cache=cache))
+            assert len(waits) == wanted
 
 
 @pytest.mark.parametrize(("kernels", "budget"), [("numba", 0.2), ("arrays", 0.2), ("arrays", 1)])

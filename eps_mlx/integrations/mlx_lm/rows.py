@@ -20,6 +20,8 @@ from eps_mlx.ops import OPS
 
 FIRST_TOKENS = 1024  # room that a pool begins with
 OPEN_GROUPS = 32  # mlx-lm's batches by default
+GPU = "mps"
+HELD_BYTES = 2**29  # of K and V of all layers, from which on copying them takes longer than waiting; speed only
 
 
 class Row:
@@ -57,6 +59,12 @@ class Rows(EngineRows):
     def spec(self) -> CacheSpec:
         spec: CacheSpec = self.paged.cache.spec
         return spec
+
+    @property
+    def _kv_bytes(self) -> int:
+        spec = self.spec
+        tokens = spec.num_units * self.paged.pool.unit_tokens
+        return spec.num_layers * spec.num_kv_heads * tokens * spec.kv_token_bytes
 
     @property
     def num_live(self) -> int:
@@ -116,6 +124,10 @@ class Rows(EngineRows):
     ) -> None:
         """k, v [sum(counts), Hkv, D] of one layer at `counts` positions from `starts` on of each row. The first layer
         to come makes the room."""
+        if layer == 0 and self.paged.cache.device == GPU and self._kv_bytes >= HELD_BYTES:
+            # mlx-lm makes a step while the GPU computes the one before, whose kernels hold the pools: MLX writes in
+            # place what nothing holds, and copies all else. By MLX's source; no Mac was at hand to time it
+            mx.synchronize()
         self.write_slots(layer, k, v, self._slots(rows, starts, counts))
 
     def _slots(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
