@@ -37,15 +37,16 @@ BUDGETS = (0.02, 0.03, 0.05, 0.08, 0.125, 0.2, 0.3)  # shares of the tokens
 KINDS = ("code", "prose", "code", "chat")
 
 
-def text(kind: str) -> str:
-    """Return the text of a kind: code of the standard library, prose and ChatML turns of the language reference."""
+def text(kind: str, answer_chars: int | None = 1500) -> str:
+    """Return the text of a kind: code of the standard library, prose and ChatML turns of the language reference, whose
+    answers are at most so long."""
     if kind == "code":
         return corpus().decode("ascii")
     topics = pydoc_data.topics.topics
     if kind == "prose":
         return "\n".join(topics.values())
     turns = "<|im_start|>user\nExplain {} in Python.<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
-    return "".join(turns.format(name, said.strip()[:1500]) for name, said in topics.items())
+    return "".join(turns.format(name, said.strip()[:answer_chars]) for name, said in topics.items())
 
 
 def documents(session: Session, context: int, steps: int, number: int, seed: int) -> Iterator[tuple[str, list[int]]]:
@@ -54,6 +55,8 @@ def documents(session: Session, context: int, steps: int, number: int, seed: int
     for index in range(number):
         kind, rng = KINDS[index % len(KINDS)], np.random.default_rng([seed, index])
         tokens, length = encoded[kind], context + steps
+        if kind == "chat" and len(tokens) <= length:
+            tokens = encoded[kind] = session.encode(text(kind, None), special=False)
         require(len(tokens) > length, f"--context {context}: the {kind} text has {len(tokens)} tokens: lower it")
         start = int(rng.integers(0, len(tokens) - length))
         yield kind, tokens[start : start + length]
