@@ -191,7 +191,9 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         last = used.sum()
         assert last > 0 and not done[~used].any(), kernel.__name__
         assert used[:last].all() or kernel.__name__ == "score_and_read", kernel.__name__  # of more than one kernel
-        assert (done[used] > 0).all() and (done[used] == taken[used] - 1).all(), kernel.__name__
+        # whose last sums nothing where a correction does
+        filled = done[used][:-1] if kernel.__name__ == "score_and_read" else done[used]
+        assert (filled > 0).all() and (done[used] == taken[used] - 1).all(), kernel.__name__
         kernels.add(kernel.__name__)
 
     backend = bound("cuda", "numba")
