@@ -277,8 +277,8 @@ def test_how_much_is_kept_is_told_in_rows(name: str, share: float, says: str) ->
         (
             {"method": "rq"},
             "rq (1 bit a dimension about the mean of 64 tokens, 0.5 of each code first, a second bit of the best "
-            "0.125), single tokens; reads 0.1 of the tokens, at least 1,024, for each kv head, always the first 4 and "
-            "last 8 tokens",
+            "0.125 or of twice what is read), single tokens; reads 0.1 of the tokens, at least 1,024, for each kv "
+            "head, always the first 4 and last 8 tokens",
         ),
         (
             {"method": "box", "scope": "union", "top_pages": 9},

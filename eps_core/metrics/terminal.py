@@ -228,7 +228,8 @@ def describe(config: EpsConfig) -> str:
     if cache.method_spec.coded:
         words = [f"1 bit a dimension about the mean of {cache.mean_tokens} tokens"]
         words += [f"{' and '.join(f'{share:g}' for share in read.cascade)} of each code first"] if read.cascade else []
-        words += [f"a second bit of the best {read.rescore:g}"] if read.rescore else []
+        least = " or of twice what is read" if read.policy == "topk" and read.rescore < 1 else ""
+        words += [f"a second bit of the best {read.rescore:g}{least}"] if read.rescore else []
         words += ["with bounds"] if cache.rq_bounds else []
         method += f" ({', '.join(words)})"
     elif cache.dim is not None:
