@@ -13,13 +13,7 @@ python=$(command -v "${PYTHON:-python3}") || { echo "error: ${PYTHON:-python3} i
 python=$(realpath -s "$python")
 cd "$(dirname "$0")/.."
 out=${OUT:-results/gpu}
-dry=0
-if [ "${1:-}" = --dry-run ]; then
-  dry=1
-  shift
-fi
-at_most 0 "$@"
-mkdir -p "$out" || exit 2
+. scripts/phases.sh
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" EPS_TEST_BACKENDS=cuda
 needed='torch, triton, numpy, click, pytest, hypothesis, tokenizers, safetensors, ml_dtypes, transformers'
 "$python" -c "import $needed" || {
@@ -39,8 +33,6 @@ else
 p = torch.cuda.get_device_properties(0)
 print(p.name, f"{p.total_memory / 2**30:.0f} GiB, torch", torch.__version__, "triton", triton.__version__)'
 fi
-
-. scripts/phases.sh
 
 kernel_tests=(tests/test_triton_{attend,rows,select,step,units,write}.py)
 all_kernels=(tests/test_conformance.py tests/test_kernel_{attention,scores,select}.py tests/test_rows.py)

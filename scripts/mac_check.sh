@@ -16,13 +16,8 @@ absolute() { case $1 in /* | '') echo "$1" ;; *) echo "$here/$1" ;; esac; }
 python=$(absolute "$python")
 cd "$(dirname "$0")/.."
 out=$(absolute "${OUT:-}") model=$(absolute "${MODEL:-}")
-out=${out:-results/mac} dry=0
-if [ "${1:-}" = --dry-run ]; then
-  dry=1
-  shift
-fi
-at_most 0 "$@"
-mkdir -p "$out" || exit 2
+out=${out:-results/mac}
+. scripts/phases.sh
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" EPS_TEST_BACKENDS=mlx
 "$python" -c 'import mlx.core, mlx_lm, torch, pytest, xdist, hypothesis, tokenizers, ml_dtypes, transformers' || {
   echo "error: $python lacks what this needs: run scripts/setup.sh mlx,cuda,mlx-lm,dev and set PYTHON" >&2
@@ -35,7 +30,6 @@ elif ! "$python" -c 'import mlx.core as mx, sys; sys.exit(not mx.metal.is_availa
   echo "error: $python sees no Metal: run on a Mac, or give --dry-run" >&2
   exit 2
 fi
-. scripts/phases.sh
 
 eps=("$python" -m eps_core.cli)
 run=("${eps[@]}" run --device "$device" --method rq)

@@ -1,5 +1,12 @@
-# Sourced by gpu_check.sh and mac_check.sh, which set `out`, the folder of results, and `dry`, 1 on a machine without
-# what they check: `phase` runs one, `finish` says which failed.
+# Sourced by gpu_check.sh and mac_check.sh, which set `out`, the folder of results: sets `dry`, 1 where --dry-run is
+# given; `phase` runs one, `finish` says which failed.
+dry=0
+if [ "${1:-}" = --dry-run ]; then
+  dry=1
+  shift
+fi
+at_most 0 "$@"
+mkdir -p "$out" || exit 2
 failed=()
 
 # limited SECONDS COMMAND...: a Mac has no timeout

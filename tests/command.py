@@ -41,6 +41,15 @@ def prints_its_usage_or_refuses(name: str, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+def passes_dry(name: str, folder: Path) -> None:
+    """Assert that every phase of a script for a machine of another kind passes with --dry-run, with files in folder."""
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / name), "--dry-run"], cwd=SCRIPTS.parent, capture_output=True, text=True, timeout=900,
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0 and "all phases passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+
+
 def outcome(line: list[str], folder: Path, stdin: str = "", main: Callable[[], object] = main) -> Outcome:
     """Of a command line without its first word, run in `folder`. What it raises but its exit is raised."""
     out, err = io.BytesIO(), io.BytesIO()

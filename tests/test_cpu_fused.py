@@ -181,8 +181,7 @@ def test_sparse_layers_take_it(backend):
 
 @pytest.mark.parametrize("correction_tokens", [0, 64])
 def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, correction_tokens, monkeypatch):
-    """Of 1,000 ns, those of a correction included, scoring and selecting took 200, so of the second that the layer took
-    0.2."""
+    """Scoring and selecting took 200 of 1,000 ns, a correction included, so 0.2 s of the layer's second."""
     case = replace(CASES[0], config=CASES[0].config.replace(correction_tokens=correction_tokens))
     s, module = filled(backend, case), kernels_of(backend)
     real, ended = module.run, 500 if correction_tokens else 1100

@@ -443,7 +443,7 @@ def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_a_step_waits_once_for_the_one_before_where_pools_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose kernels would hold the pools that it writes."""
+    """Kernels of the step before would hold the pools that it writes."""
     model, waits = tiny("llama"), []
     (prompt,) = prompts(400)
     monkeypatch.setattr(rows.mx, "synchronize", lambda *stream: waits.append(stream))

@@ -155,15 +155,12 @@ class _Kept(NullCache):
         if path is None or data.library.has_dynamic_globals:
             return
         declared = [one.name for one in data.library._final_module.functions if one.is_declaration]
-        calls = [(name, *_place_of(_named[name][0]), _named[name][1]) for name in declared if name in _named]
+        called = ((name, *_named[name]) for name in declared if name in _named)
+        calls = [(name, one.py_func.__module__, one.py_func.__name__, arg_types) for name, one, arg_types in called]
         code = dumps((calls, data._reduce()))
         fault = caches.keep(path, hashlib.sha256(code).digest() + code)
         if fault is not None:
             _say(f"compiled kernels cannot be kept in {path.parent} ({fault}): set {caches.VARIABLE}")
-
-
-def _place_of(kernel: Any) -> tuple[str, str]:
-    return kernel.py_func.__module__, kernel.py_func.__name__
 
 
 def _is_loaded(symbol: str, module: str, name: str, arg_types: tuple[Any, ...]) -> bool:

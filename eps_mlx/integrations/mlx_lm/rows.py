@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from eps_core.config.bytes import kv_bytes
 from eps_core.config.cache import CacheSpec
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.paged import Paged
@@ -62,9 +63,11 @@ class Rows(EngineRows):
 
     @property
     def _kv_bytes(self) -> int:
+        """Bytes of K and V of all layers, free room included."""
         spec = self.spec
         tokens = spec.num_units * self.paged.pool.unit_tokens
-        return spec.num_layers * spec.num_kv_heads * tokens * spec.kv_token_bytes
+        formats = spec.k_bits, spec.v_bits
+        return kv_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, tokens, spec.dtype, formats)
 
     @property
     def num_live(self) -> int:

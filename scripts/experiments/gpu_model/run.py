@@ -1,4 +1,4 @@
-"""Estimate what a sparse layer takes on a GPU that nobody has measured, by a cost model fitted to measured layers.
+"""Estimate what a sparse layer takes on a GPU that was not measured, by a cost model fitted to measured layers.
 
     python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl
     python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --kernels H100    (each of them)

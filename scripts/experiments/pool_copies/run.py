@@ -1,4 +1,4 @@
-"""Does a decode step in MLX copy whole pools of K and V? One layer's writes and attention, step after step.
+"""Find out whether a decode step in MLX copies whole pools of K and V, by one layer's writes and attention.
 
     python scripts/experiments/pool_copies/run.py --context 32768 -o rows.jsonl
 
