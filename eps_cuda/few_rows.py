@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eps_core.cpu import layer as calls
-from eps_core.cpu.calls import lanes
+from eps_core.cpu.calls import Call, lanes
 from eps_core.cpu.vectors import LANES
 from eps_core.models.spec import ModelSpec
 from eps_cuda.kernels.cpu import kernels
@@ -39,20 +39,19 @@ class FewRows:
         self.model, self.spec, self.ops = model, model.spec, model.ops
         self.epsilon = np.float32(self.spec.norm_eps)
         spec = self.spec
-        self.num_heads = np.array([spec.num_heads, spec.num_kv_heads])
-        self.before, self.after = [], []
+        self._before, self._after = [], []
         for number in range(spec.num_layers):
             prefix = f"layers.{number}."
             own_norms = tuple(self._norm(prefix + name, spec.qk_norm) for name in ("q_norm", "k_norm"))
             products = self._weights([prefix + name for name in "qkv"])
-            self.before.append((self._norm(prefix + "input_norm"), products, own_norms))
+            self._before.append((self._norm(prefix + "input_norm"), products, own_norms))
             norms = (
                 self._norm(prefix + "attention_norm", spec.output_norms), self._norm(prefix + "post_norm"),
                 self._norm(prefix + "feed_forward_norm", spec.output_norms),
             )  # fmt: skip
-            self.after.append((norms, self._weights([prefix + name for name in ("o", "gate", "up", "down")])))
+            self._after.append((norms, self._weights([prefix + name for name in ("o", "gate", "up", "down")])))
         head = self._weights([model.head])
-        self.head = self._norm("norm"), *(one for (one,) in head)
+        self._head = self._norm("norm"), *(one for (one,) in head)
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
@@ -84,30 +83,53 @@ class FewRows:
         return [(cos[:, 0], sin[:, 0]) for cos, sin in self.model.angles(positions)]
 
     def project(self, layer: int, x: np.ndarray, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
-        spec, (norm, products, own_norms) = self.spec, self.before[layer]
-        out = np.empty((len(x), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim), np.float32)
-        kernels.run(
-            calls.before_attention, calls.AROUND, x, norm, self.epsilon, *products, self.num_heads, own_norms,
-            *turn[spec.rope_of_layer[layer]], out,
-        )  # fmt: skip
-        q, k, v = torch.from_numpy(out).split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if layer in spec.windowed:  # array operations attend there, in the dtype of q
+        outs = self.projected(len(x))
+        self._run(self.before(layer, x, turn, outs))
+        q, k, v = map(torch.from_numpy, outs)
+        if layer in self.spec.windowed:  # array operations attend there, in the dtype of q
             q = q.to(self.model.weights["embed"].dtype)
         return q, k, v
 
     def after_attention(self, layer: int, x: np.ndarray, attended: Tensor) -> np.ndarray:
-        spec, (norms, products) = self.spec, self.after[layer]
-        attended_rows = kernels.host(attended.float()).reshape(len(x), -1)
-        added, again, out = (np.empty(x.shape, np.float32) for _ in range(3))
-        middle = np.empty((len(x), spec.intermediate_size), np.float32)
-        kernels.run(
-            calls.after_attention, calls.AFTER, x, attended_rows, norms, self.epsilon, *products,
-            spec.activation != "silu", added, middle, again, out,
-        )  # fmt: skip
+        out = np.empty(x.shape, np.float32)
+        self._run(self.after(layer, x, kernels.host(attended.float()), out, self.room(len(x))))
         return out
 
     def logits(self, x: np.ndarray) -> Tensor:
-        norm, weight, steps, bias = self.head
         out = np.empty((len(x), self.spec.vocab_size), np.float32)
-        kernels.run(calls.head, calls.AROUND, x, norm, self.epsilon, weight, steps, bias, out)
+        self._run(self.head(x, out))
         return self.model.capped(torch.from_numpy(out))
+
+    def projected(self, rows: int) -> tuple[np.ndarray, ...]:
+        """Return arrays for q, k and v of so many rows."""
+        spec = self.spec
+        num_heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+        return tuple(np.empty((rows, number, spec.head_dim), np.float32) for number in num_heads)
+
+    def before(self, layer: int, x: np.ndarray, turn: Turn, outs: tuple[np.ndarray, ...]) -> Call:
+        """Return the call that fills outs, as of `projected`, from x [R, hidden]."""
+        norm, products, own_norms = self._before[layer]
+        args = x, norm, self.epsilon, *products, own_norms, *turn[self.spec.rope_of_layer[layer]], outs
+        return Call(calls.before_attention, calls.AROUND, args)
+
+    def room(self, rows: int) -> list[np.ndarray]:
+        """Return the arrays in which `after` works on so many rows."""
+        sizes = self.spec.hidden_size, self.spec.intermediate_size, self.spec.hidden_size
+        return [np.empty((rows, size), np.float32) for size in sizes]
+
+    def after(
+        self, layer: int, x: np.ndarray, attended: np.ndarray, out: np.ndarray, room: Sequence[np.ndarray]
+    ) -> Call:
+        """Return the call that fills out [R, hidden] from x [R, hidden] and attended [R, Hq, D]."""
+        norms, products = self._after[layer]
+        is_gelu, rows = self.spec.activation != "silu", attended.reshape(len(x), -1)
+        return Call(calls.after_attention, calls.AFTER, (x, rows, norms, self.epsilon, *products, is_gelu, *room, out))
+
+    def head(self, x: np.ndarray, out: np.ndarray) -> Call:
+        """Return the call that fills out [R, V] from x [R, hidden]."""
+        norm, weight, steps, bias = self._head
+        return Call(calls.head, calls.AROUND, (x, norm, self.epsilon, weight, steps, bias, out))
+
+    @staticmethod
+    def _run(call: Call) -> None:
+        kernels.run(call.kernel, call.phases, *call.args)

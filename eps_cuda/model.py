@@ -124,15 +124,20 @@ class Model(ArrayModel):
     def whole_step(
         self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool
     ) -> tuple[Cache, StepOutput] | None:
-        if cache.kernels != "triton" or (draft and not sparse) or self.spec.windowed:
+        if self.spec.windowed or (draft and not sparse):
             return None
-        from eps_cuda import graph  # imports Triton, which only these kernels need
+        if cache.kernels == "triton":
+            from eps_cuda import graph  # imports Triton, which only these kernels need
 
-        return (
-            graph.step(self, cache, tokens, slots, plan, draft)
-            if sparse
-            else graph.dense_step(self, cache, tokens, slots, plan)
-        )
+            if sparse:
+                return graph.step(self, cache, tokens, slots, plan, draft)
+            return graph.dense_step(self, cache, tokens, slots, plan)
+        few = self.for_rows(cache.kernels, len(tokens))
+        if few is self:
+            return None
+        from eps_cuda import cpu_step  # imports numba, as the calls of few rows do
+
+        return cpu_step.step(few, cache, tokens, slots, plan, sparse, draft)
 
 
 @torch.inference_mode()

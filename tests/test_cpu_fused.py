@@ -13,7 +13,7 @@ import pytest
 from conftest import bound
 from numba import njit
 from test_conformance import Case, FilledCase, eps
-from test_cpu_kernels import filled, kernels_of, torch_parallel, writable
+from test_cpu_kernels import filled, in_team, kernels_of, writable
 from test_cpu_kernels import several_threads as several_threads
 
 from eps_core.attention import layer as attention_layer
@@ -233,11 +233,11 @@ def test_bits_do_not_depend_on_what_runs_it(case, number, whole_rows, monkeypatc
     monkeypatch.setattr(threads_cpu, "_helpers", [])  # those of this number end with nobody who asks them
     torch.set_num_threads(number)
     for alone in (True, False):
-        for run in (openmp.team_of(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so",
-                                   torch.get_num_threads), threads_cpu.run):  # fmt: skip
-            assert run is not None
+        library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+        for team in (openmp.team_of(library, torch.get_num_threads), threads_cpu):
+            assert team is not None
 
-            def running(kernel, phases, *args, run=run, alone=alone, **about):
+            def running(kernel, phases, *args, run=team.run, alone=alone, **about):
                 run(kernel, phases, *args, alone=alone)
 
             monkeypatch.setattr(module, "run", running)
@@ -257,11 +257,6 @@ def _fails(progress, which, members):
     wait(part, 0, 1)
 
 
-@njit
-def _fails_in_team(parallel, num_threads, *args):
-    openmp.on_team(parallel, num_threads, _fails, args)
-
-
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("runner", ["team", "helpers"])
 def test_a_thread_that_failed_ends_the_waits_of_every_part(runner, which, monkeypatch):
@@ -273,7 +268,7 @@ def test_a_thread_that_failed_ends_the_waits_of_every_part(runner, which, monkey
     def call():
         if runner == "team":
             progress = threads_cpu.new_progress(3)
-            _fails_in_team(torch_parallel(), 2, progress, which, 2)
+            in_team(2, progress, (_fails, 3, which, 2))
             assert (progress[:, FAILED] == 1).all()
             with pytest.raises(RuntimeError, match="failed"):
                 threads_cpu.check(progress)

@@ -2,6 +2,7 @@
 give the same visit lists and, up to float32 rounding, the same values: over odd shapes, dtypes and ragged batches."""
 
 import ctypes
+import functools
 import importlib
 import os
 import subprocess
@@ -214,7 +215,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         if s.cache.cache_config.correction_tokens:
             backend.add_correction(s.cache, 0, s.plan, scores, selection, state)
     parts = {"score_units", "select_topk", "attend", "attend_correction", "skipped_mass"}
-    assert kernels == parts | {"score_and_read"}
+    assert kernels == parts | {"score_and_read", "place_rows"}
 
 
 def test_no_array_is_held_after_a_call():
@@ -252,9 +253,19 @@ def _count_members(progress, seen):
     seen[take(progress, 0)] = 1
 
 
-@njit
-def _count_team(parallel, num_threads, *args):
-    openmp.on_team(parallel, num_threads, _count_members, args)
+def in_team(number: int, progress: np.ndarray, *made: tuple) -> None:
+    """Calls kernels in a team of Torch's, one after another: of each the kernel, how many rows of progress are its own,
+    and its other arguments."""
+    calls_made, rooms, begin = np.empty((len(made), 2), np.int64), [np.empty(4096, np.uint8) for _ in made], 0
+    for call, room, (called, phases, *args) in zip(calls_made, rooms, made, strict=True):
+        assert packing_of(called)(room, call, progress[begin : begin + phases], *args) <= len(room)
+        begin += phases
+    openmp._start(torch_parallel(), number, calls_made, progress)
+
+
+@functools.cache
+def packing_of(called):
+    return njit(lambda room, call, *args: openmp.pack(called, room, call, args))
 
 
 def torch_parallel() -> int | None:
@@ -264,10 +275,9 @@ def torch_parallel() -> int | None:
 
 def test_torch_lends_its_threads():
     """As many members as asked for, each called once."""
-    parallel = torch_parallel()
     for number in (1, 2, 5):
         progress, seen = threads_cpu.new_progress(1), np.zeros(9, np.int64)
-        _count_team(parallel, number, progress, seen)
+        in_team(number, progress, (_count_members, 1, seen))
         assert seen.sum() == number == progress[0, threads_cpu._TAKEN] and seen[:number].all()
 
 
@@ -399,7 +409,7 @@ def test_kernels_run_on_the_team_that_torch_has():
         torch.set_num_threads(3)
         torch.ones(10**7).add_(1)
         threads = len(os.listdir("/proc/self/task"))
-        assert cpu._team()[0] is not cpu_threads.run
+        assert cpu.kernels.team is not cpu_threads
         cpu_openmp.LATE_NS = 10**12  # a busy machine must not bring helpers
         estimate, shares = np.zeros((2, 8, 60_000), np.float32), np.zeros((2, 8), np.float32)
         cpu.kernels.run(cpu_attend.skipped_mass, 1, estimate, np.zeros(estimate.shape, np.uint8), shares)
@@ -427,12 +437,11 @@ def test_late_members_are_not_waited_for_again_and_again():
 
 def test_a_thread_that_fails_is_not_waited_for_and_said():
     """Scratch that cannot be had: an error, not half an answer, on the team and on helpers."""
-    parallel = torch_parallel()
     out, progress = np.zeros(4), threads_cpu.new_progress(1)
-    _fail_team(parallel, 3, progress, out, 2**48)
+    in_team(3, progress, (_fails, 1, out, 2**48))
     with pytest.raises(RuntimeError, match="a thread of a compiled CPU kernel failed"):
         threads_cpu.check(progress)
-    _fail_team(parallel, 3, threads_cpu.new_progress(1), out, 8)
+    in_team(3, threads_cpu.new_progress(1), (_fails, 1, out, 8))
     assert (out == 1).all()
     with pytest.raises(MemoryError):
         threads_cpu.run(_fails, 1, out, 2**48)
@@ -451,9 +460,23 @@ def _fails(progress, out, size):
     wait(progress, 0, len(out))
 
 
-@njit
-def _fail_team(parallel, num_threads, *args):
-    openmp.on_team(parallel, num_threads, _fails, args)
+def test_what_follows_a_call_that_failed_is_not_begun():
+    """And who began it does not wait in it for ever."""
+    out, other, seen = np.zeros(4), np.zeros(4), np.zeros(9, np.int64)
+    for _ in range(20):
+        progress = threads_cpu.new_progress(3)
+        in_team(3, progress, (_fails, 1, out, 8), (_fails, 1, other, 2**48), (_count_members, 1, seen))
+        assert (out == 1).all() and not other.any() and not seen.any()
+        assert progress[:, threads_cpu.FAILED].all()
+
+
+def test_a_call_whose_arguments_have_no_room_is_not_made():
+    seen, room, call = np.zeros(9, np.int64), np.full(4096, 7, np.uint8), np.full(2, -1)
+    size = packing_of(_count_members)(room, call, threads_cpu.new_progress(1), seen)
+    assert 0 < size < 4096 and (call > 0).all() and (room[size:] == 7).all()
+    call[:] = -1
+    assert packing_of(_count_members)(room[: size - 1], call, threads_cpu.new_progress(1), seen) == size
+    assert (call == -1).all()
 
 
 def test_large_pools_ask_for_huge_pages():

@@ -101,7 +101,8 @@ def sparse_attention(
     if clock is not None and started is not None and selected is not None:
         attended = clock(cache, whole, *pending.values())
         if at_once is not None:
-            selected = started + at_once.prepass_share * (attended - started)
+            began, chosen, ended = at_once.stamps.tolist()
+            selected = started + (chosen - began) / max(ended - began, 1) * (attended - started)
         stats.prepass_ms, stats.attention_ms = 1000 * (selected - started), 1000 * (attended - selected)
     if audit and lse is None:
         stats.skipped_mass_true = np.zeros((batch, kv_heads))

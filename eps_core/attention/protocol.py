@@ -79,7 +79,7 @@ class FusedRead:
 
     `out` [B, Hq, D] in q's dtype and `lse` [B, Hq] float32, skipped-mass correction included; `read_lse` [B, Hq]
     float32 of what was read alone; `skipped` [B, Hkv] float32: the estimated share of the softmax left unread;
-    `prepass_share`: of its time what scoring and selecting took.
+    `stamps` [3] int64, on the host: when scoring began, attention began, and all ended, in ns.
     """
 
     out: Array
@@ -87,7 +87,7 @@ class FusedRead:
     read_lse: Array
     selection: Selection
     skipped: Array
-    prepass_share: float
+    stamps: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -129,10 +129,7 @@ def write_kv(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.nda
     placed = None if kernels.place_rows is None else kernels.place_rows(cache, layer, k, v, slots)
     if placed is None:
         return written(ops, cache, layer, *write_rows(ops, cache, layer, k, v, slots), slots)
-    keys, values, finite = placed
-    if not finite:
-        with ops.place(cache):
-            cache.finite[layer] &= False
+    keys, values = placed
     return follow_write(ops, cache, layer, keys, values, slots)
 
 

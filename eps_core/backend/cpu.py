@@ -68,7 +68,7 @@ class CpuKernels:
             (out, lse), (_, read_lse) = found.whole, found.read
             return FusedRead(
                 self.ops.cast(self.array(out), q.dtype), self.array(lse), self.array(read_lse),
-                self._selection(found.chosen), self.array(found.skipped), found.prepass_share,
+                self._selection(found.chosen), self.array(found.skipped), found.stamps,
             )  # fmt: skip
 
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:

@@ -16,7 +16,7 @@ import numpy as np
 from eps_core.cpu import amx, calls, fused, rows_amx, threads, vectors
 from eps_core.cpu import attend as attend_kernels
 from eps_core.cpu import rows as portable
-from eps_core.cpu.calls import Chosen, Host, State
+from eps_core.cpu.calls import Call, Chosen, Host, State
 from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
@@ -27,13 +27,14 @@ ROWS_TASK_TOKENS = 1024  # of attention of rows, about: fixed, so that the bits 
 
 class FusedOutput(NamedTuple):
     """A sparse layer: `read`, attention over what was chosen; `whole`, skipped-mass correction included; the estimated
-    share [B, Hkv] of the softmax that was not read; the share of the time that scoring and choosing took."""
+    share [B, Hkv] of the softmax that was not read; when it was computed."""
 
     read: State
     whole: State
     chosen: Chosen
     skipped: np.ndarray
-    prepass_share: float
+    estimate: np.ndarray  # [B, Hkv, G], until the next layer's
+    stamps: np.ndarray  # int64: when scoring began, attention began, and all ended, in ns
 
 
 def score(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, run: Run) -> tuple[np.ndarray, np.ndarray]:
@@ -62,32 +63,39 @@ def attend(
     return state
 
 
+def fused_call(
+    cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, skipped: np.ndarray
+) -> tuple[Call, FusedOutput]:
+    """Return the call that scores, selects and attends at once, and what it fills, without the skipped-mass correction:
+    `whole` is `read`, and where the cache has a correction, which sums what was not read itself, skipped [B, Hkv] is
+    left as it is. q [B, Hq, D] float32, contiguous; no bounds."""
+    shape = len(q), cache.spec.num_kv_heads, plan.num_groups
+    estimate = plan.room(("estimate", shape), lambda: np.empty(shape, np.float32))
+    score_call = calls.scoring(cache, layer, q, plan, host, estimate)
+    choice, chosen = calls.choosing(plan, estimate, plan.num_missing(cache.state[layer]))
+    attention, read = calls.attending(cache, layer, q, plan, (chosen.groups, chosen.counts), host)
+    rows = slice(0 if cache.cache_config.correction_tokens else None)
+    summing = calls.summing_skipped(estimate[rows], chosen.selected_mask[rows], skipped[rows])
+    stamps = np.zeros(3, np.int64)
+    args = stamps, score_call.phases, score_call.args, choice.args, attention.args, summing.args
+    call = Call(fused.score_and_read, score_call.phases + fused.PHASES, args)
+    return call, FusedOutput(read, read, chosen, skipped, estimate, stamps)
+
+
 def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, run: Run) -> FusedOutput:
     """Score, select and attend at once, and add the skipped-mass correction where the cache has one: what the parts
     give one by one, bit for bit. q [B, Hq, D] float32; no bounds. Raises ValueError for q that does not fit the
     cache."""
     check_query(cache.spec, q.shape)
-    q = np.ascontiguousarray(q)
-    shape = len(q), cache.spec.num_kv_heads, plan.num_groups
-    estimate = plan.room(("estimate", shape), lambda: np.empty(shape, np.float32))
-    score_call = calls.scoring(cache, layer, q, plan, host, estimate)
-    choice, chosen = calls.choosing(plan, estimate, plan.num_missing(cache.state[layer]))
-    listed = chosen.groups, chosen.counts
-    attention, read = calls.attending(cache, layer, q, plan, listed, host)
-    skipped, corrects = np.empty(shape[:2], np.float32), bool(cache.cache_config.correction_tokens)
-    rows = slice(0 if corrects else None)  # a correction sums what was not read itself
-    summing = calls.summing_skipped(estimate[rows], chosen.selected_mask[rows], skipped[rows])
-    stamps, whole = np.zeros(3, np.int64), read
-    run(
-        fused.score_and_read, score_call.phases + fused.PHASES, stamps, score_call.phases, score_call.args,
-        choice.args, attention.args, summing.args,
-    )  # fmt: skip
-    if corrects:
-        *correction, skipped = attend_correction(cache, layer, plan, estimate, listed, read.lse, host, run)
-        whole = State(*merge(*read, *correction))
-        stamps[2] = time.clock_gettime_ns(threads.CLOCK)
-    began, selected, ended = stamps.tolist()
-    return FusedOutput(read, whole, chosen, skipped, (selected - began) / max(ended - began, 1))
+    skipped = np.empty((len(q), cache.spec.num_kv_heads), np.float32)
+    call, found = fused_call(cache, layer, np.ascontiguousarray(q), plan, host, skipped)
+    run(call.kernel, call.phases, *call.args)
+    if not cache.cache_config.correction_tokens:
+        return found
+    listed = found.chosen.groups, found.chosen.counts
+    *correction, skipped = attend_correction(cache, layer, plan, found.estimate, listed, found.read.lse, host, run)
+    found.stamps[2] = time.clock_gettime_ns(threads.CLOCK)
+    return found._replace(whole=State(*merge(*found.read, *correction)), skipped=skipped)
 
 
 def attend_rows(

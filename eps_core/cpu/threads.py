@@ -71,6 +71,12 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
     check(progress)
 
 
+def serves() -> bool:
+    """Return whether several calls can be made as one, as `openmp.Team` does: helpers that come late would hold arrays
+    that the next step fills."""
+    return False
+
+
 def check(progress: np.ndarray) -> None:
     """Raises RuntimeError where a thread of a call failed."""
     if progress[0, FAILED]:

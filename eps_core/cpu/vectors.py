@@ -396,14 +396,31 @@ def exp_sum(builder, x, start, count, largest):
     return builder.extract_element(builder.sums([builder.load(total)]), i32(0))
 
 
+def item_bytes(pointer) -> int:
+    """Return the bytes of what a pointer points to."""
+    return getattr(pointer.type.pointee, "width", 32) // 8  # float32 has none
+
+
 @emits()
 def ask_for(builder, array, start, count):
     """Prefetches array[start : start + count], which may lie anywhere."""
-    size = getattr(array.type.pointee, "width", 32) // 8  # float32 has none
-    builder.prefetch(builder.at(array, start), builder.mul(count, i64(size)))
+    builder.prefetch(builder.at(array, start), builder.mul(count, i64(item_bytes(array))))
 
 
 @emits(types.float32)
 def wide(builder, kinds, stored):
     """A stored number as float32: the bits of a float16 where it is an int16, of a bfloat16 where it is a uint16."""
     return builder.widened(kinds[0], stored if stored.type == f32 else builder.trunc(stored, i16))
+
+
+@emits()
+def put(builder, kinds, pool, at, value):
+    """pool[at] = value, a number as it is stored there, or a float32 that is rounded to the nearest bfloat16, of two to
+    the even one; NaN is one of them."""
+    target = builder.at(pool, at)
+    if value.type == f32 and kinds[0].dtype != types.float32:
+        bits = builder.bitcast(value, i32)
+        odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, i32(0x7FFF))), i32(16))
+        value = builder.select(builder.fcmp_unordered("uno", value, value), i32(0x7FC0), rounded)
+    builder.store(value if value.type == f32 else builder.trunc(value, target.type.pointee), target)

@@ -79,8 +79,8 @@ class Arithmetic(Protocol):
     def whole_step(
         self, cache: Any, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool
     ) -> tuple[Any, StepOutput] | None:
-        """A decode step as one piece (a CUDA graph), or None, and nothing done, where there is none. A `draft` as
-        `Decoder.step` has it."""
+        """A decode step as one piece (a CUDA graph, or one call of a CPU's threads), or None, and nothing done, where
+        there is none. A `draft` as `Decoder.step` has it."""
         ...
 
 

@@ -143,10 +143,10 @@ def _results(
     native = [backend.from_numpy(x, spec.dtype, device) for x in (k, v)]
     cut = length - 3
     cache = backend.write_kv(cache, 0, native[0][:cut], native[1][:cut], np.arange(cut))
-    for token in range(cut, length):  # decode writes take another way than prefill
-        cache = backend.write_kv(
-            cache, 0, native[0][token : token + 1], native[1][token : token + 1], np.arange(token, token + 1)
-        )
+    wide = [backend.from_numpy(x, "float32", device) for x in (k, v)]
+    for token in range(cut, length):  # decode writes take another way than prefill, float32 rows among them
+        one = slice(token, token + 1)
+        cache = backend.write_kv(cache, 0, wide[0][one], wide[1][one], np.arange(token, token + 1))
     units = -(-length // config.cache_config.unit_tokens)
     plan = StepPlan.of(config, np.arange(units, dtype=np.int32)[None], np.array([length]))
     query = backend.from_numpy(q, spec.dtype, device)

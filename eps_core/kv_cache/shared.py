@@ -16,6 +16,10 @@ class Shared:
     def _made(self) -> dict[Hashable, Any]:
         return {}
 
+    @cached_property
+    def _rooms(self) -> dict[Hashable, Any]:
+        return {}
+
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make` at the first call with `key`, which names it and what else it depends on:
         counts, arrays on a device."""
@@ -27,4 +31,12 @@ class Shared:
     def room(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make` at a thread's first call with `key`: arrays to work in until the layer's call
         ends, which still lie in the CPU's caches when the next layer fills them."""
-        return self.once(("room", get_ident(), key), make)
+        key = get_ident(), key
+        if key not in self._rooms:
+            self._rooms[key] = make()
+        found: T = self._rooms[key]
+        return found
+
+    def lend_room(self, other: "Shared") -> None:
+        """Lets `other`, whose arrays have the same shapes, work in those of this one."""
+        other._rooms.update(self._rooms)

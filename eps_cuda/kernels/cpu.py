@@ -4,7 +4,7 @@ What kernels give is made of numpy arrays, so nothing is recorded for gradients 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,19 +21,9 @@ from eps_cuda.device import DTYPES
 from eps_cuda.ops import OPS
 
 
-@functools.cache
-def _team() -> tuple[Callable[..., None], Callable[[], int]]:
-    """Return the function that runs kernels, in Torch's own threads where they can be reached, and their number."""
-    from eps_core.cpu import openmp, threads
-
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    run = openmp.team_of(library, torch.get_num_threads)
-    return (threads.run, threads.num_threads) if run is None else (run, torch.get_num_threads)
-
-
 def kernel_threads() -> int:
     """Threads of the compiled kernels."""
-    return _team()[1]()
+    return kernels.team.num_threads()
 
 
 def _memory(array: Tensor) -> np.ndarray:
@@ -84,22 +74,40 @@ class TorchKernels(CpuKernels):
     def array(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
-    def place_rows(
-        self, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray
-    ) -> tuple[Tensor, Tensor, bool]:
-        """Return k, v [N, Hkv, D] as they were stored in slots [N], and whether K is finite. A dozen Torch operations
-        for a row take the time of a small product of matrices."""
+    def place_rows(self, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return k, v [N, Hkv, D] as they were stored in slots [N]. A dozen Torch operations for a row take the time of
+        a small product of matrices."""
         of = DTYPES[cache.spec.dtype]
-        k, v, host = k.to(of).contiguous(), v.to(of).contiguous(), self.pools(cache)
+        stored = k.to(of), v.to(of)
+        narrows = k.dtype == v.dtype == torch.float32 and of == torch.bfloat16
+        given = tuple(_memory(x.contiguous()) for x in ((k, v) if narrows else stored))
+        call = self.placing(cache, layer, given, slots, self.pools(cache).flat(cache.finite[layer]))
+        self.run(call.kernel, call.phases, *call.args, alone=True)
+        return stored
+
+    def placing(
+        self, cache: Any, layer: int, rows: Sequence[np.ndarray], slots: np.ndarray, finite: np.ndarray
+    ) -> calls.Call:
+        """Return the call that puts rows of K and V [N, Hkv, D] to slots [N], and makes finite [1] False where K is
+        not. Rows are of the cache's dtype, or float32 for one in bfloat16."""
+        host, unit_tokens = self.pools(cache), cache.cache_config.unit_tokens
         (k_pool, k_strides), (v_pool, v_strides) = (
             host.rows(pool[layer], cache.spec.dtype) for pool in (cache.k, cache.v)
         )
-        rows = (_memory(one).view(k_pool.dtype) for one in (k, v))
-        unit_tokens = cache.cache_config.unit_tokens
-        return k, v, write.place_rows(k_pool, v_pool, k_strides, v_strides, *rows, slots, unit_tokens)
+        k, v = (one.view(k_pool.dtype) if one.itemsize == k_pool.itemsize else one for one in rows)
+        args = k_pool, v_pool, k_strides, v_strides, k, v, slots, unit_tokens, finite
+        return calls.Call(write.place_rows, 1, args, alone=True)
+
+    @functools.cached_property
+    def team(self) -> Any:
+        """Torch's own threads, which run kernels, or the helpers of ours where they cannot be reached."""
+        from eps_core.cpu import openmp, threads
+
+        library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+        return openmp.team_of(library, torch.get_num_threads) or threads
 
     def run(self, kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
-        _team()[0](kernel, phases, *args, alone=alone)
+        self.team.run(kernel, phases, *args, alone=alone)
 
 
 def _unsupported_rows(cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> str | None:
