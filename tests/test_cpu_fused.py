@@ -286,9 +286,13 @@ def test_a_thread_that_failed_ends_the_waits_of_every_part(runner, which, monkey
         assert found.pop()
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("failing", ["score_units", "select_topk", "attend"])
-def test_what_a_failed_thread_left_is_followed_by_nobody(failing):
-    """Lists that were never filled name any group: no later part may run."""
+def test_what_a_failed_thread_left_is_followed_by_nobody(failing, together):
+    """Lists that were never filled name any group: no later part may run. Rows that a thread scores whole it selects,
+    too."""
+    if failing == "select_topk" and not together:
+        failing = "attend"
     scope: dict[str, object] = {}
     exec(compile(inspect.getsource(fused).replace("@kernel(fastmath=FAST)\n", ""), fused.__file__, "exec"), scope)
     ran = []
@@ -296,13 +300,15 @@ def test_what_a_failed_thread_left_is_followed_by_nobody(failing):
     def part(name: str):
         def run(progress, *args):
             ran.append(name)
+            if name == "attend":  # waits for rows where no part before did
+                assert len(args[0]) == (0 if together else 2)
             if name == failing:
                 progress.base[:, FAILED] = 1
 
         return run
 
-    order = ["score_units", "select_topk", "attend", "skipped_mass"]
-    scope |= {name: part(name) for name in order}
+    order = ["score_units", *(["select_topk"] if together else []), "attend", "skipped_mass"]
+    scope |= {name: part(name) for name in ("select_topk", *order)}
     scope |= {"note_time": lambda stamps, index: None, "call_by_name": lambda kernel, args: kernel(*args)}
-    scope["score_and_read"](threads_cpu.new_progress(8), None, 4, (), (), (), ())
+    scope["score_and_read"](threads_cpu.new_progress(10), None, 4, (together,), (), (), ())
     assert ran == order[: order.index(failing) + 1]

@@ -186,6 +186,10 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
     def counted(kernel, phases, *args, alone=False):
         progress = threads_cpu.new_progress(phases)
         kernel(progress, *args)
+        if kernel.__name__ == "score_and_read":  # of its last phases a row each no task is taken
+            together, rows = args[2][0], args[3][4].shape[0] * args[3][4].shape[1]
+            assert (progress[-rows:, threads_cpu._DONE] == (not together)).all()
+            progress = progress[:-rows]
         taken, done = progress[:, threads_cpu._TAKEN], progress[:, threads_cpu._DONE]
         # the last `take` of a phase finds nothing; a kernel may be given more phases than its settings have
         used = taken > 0
@@ -216,6 +220,37 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
             backend.add_correction(s.cache, 0, s.plan, scores, selection, state)
     parts = {"score_units", "select_topk", "attend", "attend_correction", "skipped_mass"}
     assert kernels == parts | {"score_and_read", "place_rows"}
+
+
+def test_attention_waits_for_the_row_of_its_task():
+    """Of a row whose groups are not listed yet, and nothing is read where its thread failed."""
+    backend = bound("cuda", "numba")
+    s = filled(backend, Case((600,), EpsConfig.of(method="rq")))
+    scores = backend.score(s.cache, 0, s.native, s.plan)
+    chosen = backend.select(scores, s.plan)
+    module = kernels_of(backend)
+    call, state = calls.attending(
+        s.cache, 0, s.native.numpy(), s.plan, (chosen.groups.numpy(), chosen.counts.numpy()), module.pools(s.cache)
+    )
+    call.kernel(threads_cpu.new_progress(call.phases), *call.args)
+    expected, rows = state.out.copy(), chosen.counts.numel()
+    for failed in (False, True):
+        ready = threads_cpu.new_progress(rows)
+        ready[: rows - 1, threads_cpu._DONE] = 1
+        state.out[:] = np.nan
+        caller = threading.Thread(
+            target=call.kernel, args=(threads_cpu.new_progress(call.phases), ready, *call.args[1:]), daemon=True
+        )
+        caller.start()
+        caller.join(0.1)
+        assert caller.is_alive() and np.isnan(state.out).all()
+        if failed:
+            ready[:, threads_cpu.FAILED] = 1
+        else:
+            ready[rows - 1, threads_cpu._DONE] = 1
+        caller.join(30)
+        assert not caller.is_alive()
+        assert np.isnan(state.out).all() if failed else np.array_equal(state.out, expected)
 
 
 def test_no_array_is_held_after_a_call():

@@ -11,7 +11,7 @@ import numpy as np
 
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, add_scaled, add_weighted, dots
-from eps_core.cpu.threads import finish, take, wait
+from eps_core.cpu.threads import FAILED, finish, take, wait
 from eps_core.cpu.vectors import HEADS, LANES, exp_all, exp_sum, largest_of, masses_by_mask, weigh, wide
 
 ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes speed only
@@ -19,13 +19,14 @@ ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes sp
 
 @kernel(fastmath=FAST)
 def attend(
-    progress, q, k, v, k_strides, v_strides, table, lengths, groups, counts, size, per_unit, per_task, starts, largest,
-    masses, sums, out, lse,
+    progress, ready, q, k, v, k_strides, v_strides, table, lengths, groups, counts, size, per_unit, per_task, starts,
+    largest, masses, sums, out, lse,
 ):  # fmt: skip
     """Fills out [B, Hq, D] and lse [B, Hq] float32 with attention of q [B, Hq, D] float32 unscaled over the first
     counts [B, Hkv] of groups [B, Hkv, W], ascending; 0 and -inf where none is listed. Tokens from lengths [B] on are
     never read. Two phases: tasks starts[row] to starts[row + 1] - 1 of row (b, h) take `per_task` groups each and leave
-    largest and masses [tasks, passes * HEADS] and sums [tasks, passes * HEADS * D]."""
+    largest and masses [tasks, passes * HEADS] and sums [tasks, passes * HEADS * D]. `ready` is a progress of a phase
+    a row that says when its groups are listed, or of none where all are."""
     batch, num_heads, head_dim = q.shape
     kv_heads = counts.shape[1]
     repeat = num_heads // kv_heads
@@ -40,6 +41,10 @@ def attend(
         if task >= total:
             break
         row = np.searchsorted(starts, task, side="right") - 1
+        if len(ready):
+            wait(ready, row, 1)
+            if ready[0, FAILED]:
+                return
         b, h = row // kv_heads, row % kv_heads
         first = (task - starts[row]) * per_task
         count, unit_end, k_start, v_start = 0, 0, 0, 0

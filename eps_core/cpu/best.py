@@ -7,7 +7,7 @@ sort would choose: the largest, the lower index first among equals.
 import numpy as np
 
 from eps_core.cpu.best_vectors import count_above, squeeze, squeeze_between
-from eps_core.cpu.compile import kernel
+from eps_core.cpu.compile import call_by_name, kernel
 from eps_core.cpu.threads import finish, take, wait
 
 SAMPLE = 512  # keys that say where a threshold lies; changes speed only
@@ -109,27 +109,40 @@ def list_best(keys, count, num, spare, listed):
 
 
 @kernel()
+def select_row(row, estimate, count, selectable, ends, groups, selected_mask, keys, spare, listed):
+    """`select_topk` of one row (b, h); keys [G] uint32, spare [G + 16] uint32 and listed [G + 16] int32 are
+    overwritten."""
+    kv_heads = estimate.shape[1]
+    b, h = row // kv_heads, row % kv_heads
+    end = ends[b]
+    order(estimate[b, h, :end].view(np.uint32), keys)
+    keys[: selectable[b, 0]] = FIRST
+    keys[selectable[b, 1] : end] = FIRST
+    taken = list_best(keys, end, count[b], spare, listed)
+    own, seen = groups[b, h], selected_mask[b, h]
+    own[taken:] = -1
+    seen[:] = 0
+    for i in range(taken):
+        own[i] = listed[i]
+        seen[listed[i]] = 1
+
+
+@kernel()
+def room_of_rows(num_groups):
+    """Return keys, spare and listed of `select_row`."""
+    return np.empty(num_groups, np.uint32), np.empty(num_groups + 16, np.uint32), np.empty(num_groups + 16, np.int32)
+
+
+@kernel()
 def select_topk(progress, estimate, count, selectable, ends, groups, selected_mask):
     """Fills groups [B, Hkv, W] with the `count` [B] best of estimate [B, Hkv, G] within ends [B], the sink and recent
     tokens and +inf first, ascending and then -1; and selected_mask [B, Hkv, G] uint8. One phase."""
     batch, kv_heads, num_groups = estimate.shape
-    keys, spare = np.empty(num_groups, np.uint32), np.empty(num_groups + 16, np.uint32)
-    listed = np.empty(num_groups + 16, np.int32)
+    room = room_of_rows(num_groups)
     while True:
         row = take(progress, 0)
         if row >= batch * kv_heads:
             break
-        b, h = row // kv_heads, row % kv_heads
-        end = ends[b]
-        order(estimate[b, h, :end].view(np.uint32), keys)
-        keys[: selectable[b, 0]] = FIRST
-        keys[selectable[b, 1] : end] = FIRST
-        taken = list_best(keys, end, count[b], spare, listed)
-        own, seen = groups[b, h], selected_mask[b, h]
-        own[taken:] = -1
-        seen[:] = 0
-        for i in range(taken):
-            own[i] = listed[i]
-            seen[listed[i]] = 1
+        call_by_name(select_row, (row, estimate, count, selectable, ends, groups, selected_mask, *room))
         finish(progress, 0)
     wait(progress, 0, batch * kv_heads)

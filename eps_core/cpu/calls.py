@@ -20,6 +20,7 @@ TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most,
 ROWS_PER_THREAD = 1  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
 KEY_BITS = {16, 8, 4}  # of K: as they are, and the codes that kernels read
 _NO_KEYS = np.empty(0, np.float32), (0, 0, 0)  # and their strides
+_ALL_READY = threads.new_progress(0)  # lists of groups before attention
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
 
 
@@ -175,7 +176,7 @@ def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, e
         (*later, codes, codes)[:2], pools.get("second", codes), pools.get("second_scale", pools["scale"]),
         cache.state[layer].fill, plan.table, plan.lengths, cascaded, plan.rescored,
         host(cache.fixed[layer]["signs"]), *rotation, dims, cache_config.S, cache_config.span_tokens,
-        cache_config.spans_per_unit, *plan.room(key, work), estimate,
+        cache_config.spans_per_unit, *plan.room(key, work), estimate, None,
     )  # fmt: skip
     phases = 1 + units.MOST_PHASES if together else 2
     return Call(units.score_units, phases, args)
@@ -240,7 +241,7 @@ def attending(
         return [np.empty((starts[-1], width), np.float32) for width in (heads, heads, heads * q.shape[2])]
 
     args = (
-        q, k, v, k_strides, v_strides, table, lengths, groups, counts, size, per_unit, per_task, starts,
+        _ALL_READY, q, k, v, k_strides, v_strides, table, lengths, groups, counts, size, per_unit, per_task, starts,
         *plan.room(("attend", starts[-1], heads, q.shape[2]), work), *state,
     )  # fmt: skip
     return Call(attend.attend, 2, args), state

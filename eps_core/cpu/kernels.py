@@ -77,8 +77,11 @@ def fused_call(
     rows = slice(0 if cache.cache_config.correction_tokens else None)
     summing = calls.summing_skipped(estimate[rows], chosen.selected_mask[rows], skipped[rows])
     stamps = np.zeros(3, np.int64)
-    args = stamps, score_call.phases, score_call.args, choice.args, attention.args, summing.args
-    call = Call(fused.score_and_read, score_call.phases + fused.PHASES, args)
+    *scored, _ = score_call.args
+    _, *attended = attention.args
+    args = stamps, score_call.phases, tuple(scored), choice.args, tuple(attended), summing.args
+    phases = score_call.phases + fused.PHASES + chosen.counts.size
+    call = Call(fused.score_and_read, phases, args)
     return call, FusedOutput(read, read, chosen, skipped, estimate, stamps)
 
 

@@ -9,7 +9,7 @@ multiple of LANES here. Stages follow each other, as each reads on where the one
 import numpy as np
 
 from eps_core.config.selection import ANCHOR_SPREAD
-from eps_core.cpu.best import limit, list_best
+from eps_core.cpu.best import limit, list_best, room_of_rows, select_row
 from eps_core.cpu.best_vectors import mark
 from eps_core.cpu.compile import call_by_name, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, dots
@@ -350,7 +350,7 @@ def take_heads(q, row, kv_heads, repeat, at, own_q):
 def score_units(
     progress, together, q, k, k_strides, adds, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale,
     fill, table, lengths, cascaded, rescored, signs, blocks, block_scales, dims, size, finalized, per_unit, states,
-    places, words, queries, factors, shifts, bases, lists, estimate,
+    places, words, queries, factors, shifts, bases, lists, estimate, chosen,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G] for q [B, Hq, D] float32 unscaled. The fields of `summaries.rq` flat, `later` the
     second and the third part of codes; cascaded [parts - 1, B] groups are read further, rescored [B] get the rescoring
@@ -363,7 +363,10 @@ def score_units(
     are added to all scores of a head, and bases [rows, passes * HEADS * (spans + LANES)] float32. One phase, and then
     another: each row is one thread's, and what is read again still lies in its caches. Or, `together`, all threads take
     each stage of all rows, whose lists (`new_lists`) follow: one phase of the first stage, two of the second (or of
-    what the rescoring bit needs of a code of one part), of the third and of the rescoring bit."""
+    what the rescoring bit needs of a code of one part), of the third and of the rescoring bit.
+
+    chosen, None or the arguments of `select_topk` after estimate and a progress of a phase a row: unless `together`, a
+    row is selected once it is scored, its phase says when, and this returns before all are."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, passes = num_heads // kv_heads, batch * kv_heads, words.shape[1]
@@ -411,7 +414,7 @@ def score_units(
             factors, shifts, adds, bases, lists, estimate,
         ))  # fmt: skip
         return
-    own = new_lists(one, groups, lists[2].shape[1] - 2, passes)
+    own, room = new_lists(one, groups, lists[2].shape[1] - 2, passes), room_of_rows(groups)
     while True:
         row = take(progress, 1)
         if row >= rows:
@@ -421,5 +424,9 @@ def score_units(
             codes, later, second, second_scale, lengths, cascaded, rescored, dims, size, head_dim, finalize_groups,
             per_unit, states, places, words, queries, factors, shifts, adds, bases, own, estimate,
         ))  # fmt: skip
+        if chosen is not None:
+            call_by_name(select_row, (row, estimate, *chosen[:-1], *room))
+            finish(chosen[-1], row)
         finish(progress, 1)
-    wait(progress, 1, rows)
+    if chosen is None:
+        wait(progress, 1, rows)
