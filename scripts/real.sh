@@ -2,7 +2,7 @@
 # Measures EPS and its peers on real pretrained models: KL against bytes at five cells, 8 documents of 64 steps each,
 # then look-ups and verified decoding.
 # Some hours on 2 idle cores (the cell of 32,768 tokens alone prefills for ten minutes a document). Documents that are
-# in real.jsonl are not measured again, so it goes on where it was stopped. Prints the tables at its end;
+# in real.jsonl.gz are not measured again, so it goes on where it was stopped. Prints the tables at its end;
 # scripts/tables.py writes them into the pages of results/.
 # Usage: [EPS_REAL_QUICK=1] scripts/real.sh [output folder, default results]
 # EPS_REAL_QUICK=1: SmolLM2 at 2,048 tokens, 2 documents of 16 steps, into real-quick.jsonl; some ten minutes.
@@ -19,9 +19,11 @@ if [ -n "${EPS_REAL_QUICK:-}" ]; then
   exit
 fi
 "$venv/bin/python" scripts/get_model.py qwen-coder "$models/qwen-coder"
+rows=$out/real.jsonl
+[ -f "$rows" ] || [ ! -f "$rows.gz" ] || gunzip -k "$rows.gz"
 cell() { # MODEL CONTEXT [OPTION..]
   "$venv/bin/python" scripts/experiments/real/run.py --model "$models/$1" --context "$2" --documents 8 --steps 64 \
-    "${@:3}" -o "$out/real.jsonl"
+    "${@:3}" -o "$rows"
   took "$1 at $2 tokens"
 }
 cell smollm2 4096
@@ -44,5 +46,6 @@ for context in 4096 8192 16384; do
     fi
   done
 done
-"$venv/bin/python" scripts/experiments/real/run.py --tables -o "$out/real.jsonl"
+"$venv/bin/python" scripts/experiments/real/run.py --tables -o "$rows"
 "$venv/bin/python" scripts/experiments/real/answers.py --tables -o "$out/real-answers.jsonl"
+gzip -9nf "$rows"  # as results/ keeps it

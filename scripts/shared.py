@@ -1,5 +1,6 @@
 """The parts that several scripts share: Markdown tables, and JSONL files of measured rows."""
 
+import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,12 @@ def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]], rul
 def rows_of(path: Path, *types: str) -> list[dict[str, Any]]:
     """Return the rows of these types of a JSONL, which its script wrote. Raises ConfigError where it is absent."""
     require(path.is_file(), f"{path} is absent: measure first, or name the file of the rows with -o")
-    lines = map(json.loads, path.read_text("utf-8").splitlines())
-    return [line for line in lines if line.get("type") in types]
+    return [line for line in map(json.loads, text_of(path).splitlines()) if line.get("type") in types]
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file, unpacked where gzip packed it."""
+    return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text("utf-8")
 
 
 @contextmanager

@@ -4,7 +4,7 @@
     python scripts/tables.py --check    # exit status 1 if a page holds others
 
 A table lies between two comments. The first holds the command that prints it, of a script of this folder:
-`<!-- experiments/real/run.py --tables peers -o results/real.jsonl -->`; the second is `<!-- end -->`.
+`<!-- experiments/real/run.py --tables peers -o results/real.jsonl.gz -->`; the second is `<!-- end -->`.
 """
 
 import argparse

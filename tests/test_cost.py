@@ -95,6 +95,27 @@ def test_what_is_timed_is_sparse_although_the_config_says_dense(target, monkeypa
     assert all(int(np.asarray(s.common_counts).max()) < 128 for s in selections)  # of 128 and 256 groups
 
 
+def test_a_layer_is_timed_as_whole_steps_repeat_it(monkeypatch) -> None:
+    """Where they do: not in an engine, nor over K and V in few bits."""
+    from eps_core.cpu import openmp
+
+    made: list[openmp.Calls] = []
+    real = openmp.Team.run_all
+    monkeypatch.setattr(openmp.Team, "run_all", lambda self, calls: (made.append(calls), real(self, calls)))
+    monkeypatch.setattr(openmp, "LATE_NS", 10**12)  # a busy machine must not bring helpers
+    backend, config = load_backend("cuda"), EpsConfig.of(method="rq", budget=0.05, budget_floor=1)
+    monkeypatch.setattr(backend.kernel_of(backend.new_cache(SPEC, config.cache_config, "cpu", "numba"), "ready_layer")
+                        .run.__self__.team, "patience", openmp.Patience())  # fmt: skip
+    measure(backend, "cpu", "numba", SPEC, 4, config, 2048, whole_steps=True)
+    assert len(made) == 2 * 2 * (2 + cost.ROUNDS)  # contexts, dense and sparse
+    dense, sparse, *_ = (calls._held[0][1] for calls in made)
+    assert len(dense) > len(sparse)  # arguments of attention alone, and of a whole sparse layer
+    made.clear()
+    measure(backend, "cpu", "numba", SPEC, 4, config, 2048)
+    measure(backend, "cpu", "numba", CacheSpec(4, 2, 16, 1, k_bits=8, v_bits=8), 4, config, 2048, whole_steps=True)
+    assert not made
+
+
 def test_a_store_that_cannot_be_written_is_no_error(target, monkeypatch, tmp_path) -> None:
     backend, device = target
     (tmp_path / "file").write_text("")

@@ -1,7 +1,9 @@
 """A whole decode step on a CPU in one call of Torch's threads: bit for bit what layer by layer gives, of whatever it
 serves, and nothing done where it does not."""
 
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,13 @@ import torch
 import eps_cuda
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.cpu import openmp
+from eps_core.config.speculative import SpeculativeConfig
+from eps_core.cpu import openmp, write
+from eps_core.cpu import threads as threads_cpu
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
+from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.kv_cache.pool import PagePool
 from eps_core.models.config import read_spec
@@ -121,7 +126,7 @@ def test_bits_are_those_of_layer_by_layer(model: Any, name: str, dtype: str, ste
     same_caches(cache, twin)
 
 
-def test_prompts_of_any_number_come_and_go(steps_made: list[int]) -> None:
+def test_the_number_of_prompts_may_change(steps_made: list[int]) -> None:
     """One cache, of one sequence, two and one again: what was kept of another number serves no other."""
     path = tiny_models.saved("llama2")
 
@@ -141,30 +146,53 @@ def test_prompts_of_any_number_come_and_go(steps_made: list[int]) -> None:
         same(records, run())
 
 
-def steps_of(path: Any, drafts: bool) -> Iterator[tuple[Any, Any]]:
-    """(cache, output) of six steps of one sequence after a prompt, drafts or not."""
-    decoder, cache, _, _ = opened(path, RQ, "bfloat16")
-    units = np.arange(8, dtype=np.int32)[None]
-    tokens = np.array(PROMPTS[0][:400])
-    cache, _ = decoder.prefill(cache, tokens, np.arange(400), units[0], 400)
-    for length in range(401, 407):
-        one = np.array([length - 1])
+def steps_of(
+    path: Any, drafts: bool, config: EpsConfig = RQ, lengths: range = range(401, 407), batch: int = 1,
+    between: Callable[[int, Any], Any] = lambda length, cache: cache,
+) -> Iterator[tuple[Any, Any]]:  # fmt: skip
+    """(cache, output) of a step at each of `lengths`, drafts or not, over tables of one width: of sequences in units of
+    their own, each with a prompt. `between` is called before a step and returns the cache that it takes."""
+    decoder, cache, _, _ = opened(path, config, "bfloat16")
+    units = np.arange(8 * batch, dtype=np.int32).reshape(batch, 8)
+    for own in units:
+        tokens = np.array(PROMPTS[0])[: lengths[0] - 1] + own[0]
+        slots = own[0] * 64 + np.arange(len(tokens))
+        cache, _ = decoder.prefill(cache, tokens, slots, own, len(tokens))
+    for length in lengths:
+        cache = between(length, cache)
         cache, output = decoder.step(
-            cache, np.array([length % 300]), one, units, np.array([length]), RQ.selection_config, draft=drafts
-        )
+            cache, np.full(batch, length % 290) + np.arange(batch), units[:, 0] * 64 + length - 1, units,
+            np.full(batch, length), config.selection_config, draft=drafts,
+        )  # fmt: skip
         yield cache, output
 
 
-def test_drafts_place_rows_and_say_what_was_selected(steps_made: list[int]) -> None:
-    path = tiny_models.saved("llama2")
-    got = list(steps_of(path, True))
-    assert len(steps_made) == len(got) == 6
+def both(steps_made: list[int], *asked: Any, **about: Any) -> tuple[list[Any], list[Any]]:
+    """`steps_of`, as whole steps, every one of them, and layer by layer."""
+    steps_made.clear()
+    got = list(steps_of(tiny_models.saved("llama2"), *asked, **about))
+    assert len(steps_made) == len(got)
     with pytest.MonkeyPatch.context() as patch:
         layer_by_layer(patch)
-        want = list(steps_of(path, True))
+        want = list(steps_of(tiny_models.saved("llama2"), *asked, **about))
     same_caches(got[-1][0], want[-1][0])
-    for (_, one), (_, other) in zip(got, want, strict=True):  # of steps that are long over
-        assert np.array_equal(one.logits, other.logits)
+    assert all(np.array_equal(one.logits, other.logits) for (_, one), (_, other) in zip(got, want, strict=True))
+    return [output for _, output in got], [output for _, output in want]
+
+
+def same_statistics(outputs: list[Any], plain: list[Any]) -> None:
+    for one, other in zip(outputs, plain, strict=True):
+        assert one.kv_bytes_read == other.kv_bytes_read and one.fallbacks == other.fallbacks
+        for mine, its in zip(one.layers, other.layers, strict=True):
+            assert {key: np.asarray(value).tolist() for key, value in vars(mine).items()} == {
+                key: np.asarray(value).tolist() for key, value in vars(its).items()
+            }
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_drafts_place_rows_and_say_what_was_selected(batch: int, steps_made: list[int]) -> None:
+    got, want = both(steps_made, True, batch=batch)
+    for one, other in zip(got, want, strict=True):  # of steps that are long over
         for mine, its in zip(one.selections, other.selections, strict=True):
             assert np.array_equal(mine.common_counts, its.common_counts)
             assert np.array_equal(mine.always_selected, its.always_selected)
@@ -172,20 +200,76 @@ def test_drafts_place_rows_and_say_what_was_selected(steps_made: list[int]) -> N
                 assert torch.equal(getattr(mine, name), getattr(its, name)), name
 
 
-def test_statistics_are_each_step_s_own() -> None:
-    outputs = [output for _, output in steps_of(tiny_models.saved("llama2"), False)]
+def test_a_draft_that_reads_all_says_so_of_each_layer(steps_made: list[int]) -> None:
+    got, want = both(steps_made, True, RQ.replace(budget_floor=1024))
+    assert [one.selections for one in got] == [one.selections for one in want] == [[None, None]] * len(got)
+
+
+def test_statistics_are_each_step_s_own(steps_made: list[int]) -> None:
+    same_statistics(*both(steps_made, False))
+
+
+def test_layers_become_sparse_one_by_one(steps_made: list[int]) -> None:
+    """At a length within the table's width, beside a layer that stays dense."""
+    modes = (("dense", "dense"), ("sparse", "sparse"))
+    got, want = both(steps_made, False, RQ.replace(head_modes=modes, budget_floor=403))
+    same_statistics(got, want)
+    assert [[one.summary_bytes_read > 0 for one in output.layers] for output in got] == [
+        [False, length > 403] for length in range(401, 407)
+    ]
+
+
+def test_a_cache_that_grows_and_one_that_is_copied_are_followed(steps_made: list[int]) -> None:
+    def between(length: int, cache: Any) -> Any:
+        if length == 403:
+            cache = eps_cuda.grow(cache, 80)
+        if length == 405:  # the same tokens, brought back from elsewhere
+            cache = eps_cuda.copy_units(cache, range(8), range(60, 68))
+            with torch.inference_mode():
+                for pool in (*cache.k, *cache.v):
+                    pool[:8] = 0
+            cache = eps_cuda.copy_units(cache, range(60, 68), range(8))
+        return cache
+
+    same_statistics(*both(steps_made, False, between=between))
+
+
+def test_another_thread_goes_on(steps_made: list[int]) -> None:
+    def run() -> list[np.ndarray]:
+        steps, found = steps_of(tiny_models.saved("llama2"), False), []
+        for _ in range(3):
+            threads = [threading.Thread(target=lambda: found.append(next(steps)[1].logits)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+                thread.join()
+        return found
+
+    got = run()
+    assert len(steps_made) == len(got) == 6
     with pytest.MonkeyPatch.context() as patch:
         layer_by_layer(patch)
-        plain = [output for _, output in steps_of(tiny_models.saved("llama2"), False)]
-    for one, other in zip(outputs, plain, strict=True):
-        assert np.array_equal(one.logits, other.logits) and one.kv_bytes_read == other.kv_bytes_read
-        for mine, its in zip(one.layers, other.layers, strict=True):
-            assert {key: np.asarray(value).tolist() for key, value in vars(mine).items()} == {
-                key: np.asarray(value).tolist() for key, value in vars(its).items()
-            }
+        assert all(np.array_equal(one, other) for one, other in zip(got, run(), strict=True))
 
 
-def test_what_a_step_does_not_serve_runs_layer_by_layer(steps_made: list[int]) -> None:
+@pytest.mark.parametrize("weights", ["full", "8bit"])
+def test_verified_texts_and_drafts_are_the_same(weights: str, steps_made: list[int]) -> None:
+    """With a drafter whose weights have 8 bits, too."""
+
+    def run() -> list[Any]:
+        session = Session.open(
+            tiny_models.saved("qwen2-tied"), "cuda", "cpu", "float32", config=RQ,
+            verify=SpeculativeConfig("tokens", draft=4, weights=weights),
+        )  # fmt: skip
+        return [(one.tokens, one.drafted, one.accepted) for one in session.steps([PROMPTS[0]], 24, Sampling())]
+
+    got = run()
+    assert len(steps_made) > 10
+    with pytest.MonkeyPatch.context() as patch:
+        layer_by_layer(patch)
+        assert got == run()
+
+
+def test_what_a_step_does_not_support_runs_layer_by_layer(steps_made: list[int]) -> None:
     path = tiny_models.saved("llama2")
     for config in (
         EpsConfig.of(method="box", budget=0.2, budget_floor=1),
@@ -202,37 +286,105 @@ def test_what_a_step_does_not_serve_runs_layer_by_layer(steps_made: list[int]) -
     assert not steps_made, "steps that are timed"
 
 
-def test_a_step_that_is_late_goes_to_helpers(monkeypatch: pytest.MonkeyPatch, steps_made: list[int]) -> None:
-    monkeypatch.setattr(type(cpu.kernels.team), "serves", lambda self: False)
+def test_late_members_bring_helpers_to_later_steps(monkeypatch: pytest.MonkeyPatch, steps_made: list[int]) -> None:
     records, _ = decoded(tiny_models.saved("llama2"), RQ, "float32")
-    assert not steps_made and len(records) == STEPS
+    steps_made.clear()
+    monkeypatch.setattr(openmp, "LATE_NS", -1)
+    again, _ = decoded(tiny_models.saved("llama2"), RQ, "float32")
+    assert len(steps_made) < STEPS - 2 and cpu.kernels.team.patience.avoid
+    same(again, records)
 
 
 def test_keys_that_are_not_finite_are_refused(steps_made: list[int]) -> None:
+    """As those of the layer that made them, and once; what a draft places is not asked."""
     path = tiny_models.saved("llama2")
     decoder, cache, _, _ = opened(path, RQ, "float32")
     units, tokens = np.arange(8, dtype=np.int32)[None], np.array(PROMPTS[0][:400])
     cache, _ = decoder.prefill(cache, tokens, np.arange(400), units[0], 400)
-    decoder.model.for_rows("numba", 1)._before[1][0][:] = np.nan  # the norm before layer 1's queries and keys
-    with pytest.raises(ConfigError, match="NaN or Inf"):
-        decoder.step(cache, np.array([5]), np.array([400]), units, np.array([401]), RQ.selection_config)
-    assert steps_made
+    norm = decoder.model.for_rows("numba", 1)._before[1][0]  # before layer 1's queries and keys
+    kept = norm.copy()
+
+    def step(draft: bool) -> Any:
+        about = np.array([5]), np.array([400]), units, np.array([401]), RQ.selection_config
+        return decoder.step(cache, *about, draft=draft)
+
+    norm[:] = np.nan
+    step(True)
+    with pytest.raises(ConfigError, match="NaN or Inf in K of layer 1"):
+        step(False)
+    assert len(steps_made) == 2
+    norm[:] = kept
+    with torch.inference_mode():
+        cache.finite[0] &= False  # by a write that nobody asked about
+    with pytest.raises(ConfigError, match="NaN or Inf in K of layer 0"):
+        step(True) and step(False)
 
 
-def test_a_thread_that_fails_is_said_and_the_next_step_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a failed call left in the counters is gone."""
+def test_a_cache_of_another_shape_is_refused(steps_made: list[int]) -> None:
+    path = tiny_models.saved("llama2")
+    decoder, _, _, spec = opened(path, RQ, "float32")
+    units, places = np.arange(8, dtype=np.int32)[None], (np.array([5]), np.array([0]))
+    for shape in ((spec.num_kv_heads + 1, spec.head_dim), (spec.num_kv_heads, 2 * spec.head_dim)):
+        cache = eps_cuda.new_cache(CacheSpec(spec.num_layers, *shape, 8), RQ.cache_config, "cpu", "numba")
+        with pytest.raises(ValueError, match="has shape"):
+            decoder.step(cache, *places, units, np.array([1]), RQ.selection_config)
+    assert not steps_made
+
+
+def test_a_thread_that_fails_is_raised_and_the_next_step_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed call left in the counters is gone: the step is made again, over the same cache."""
     path = tiny_models.saved("llama2")
     plain = [output.logits for _, output in steps_of(path, True)]
-    real, failed = openmp._start, []
+    real, fails = openmp._start, []
 
     def start(parallel: int, number: int, given: np.ndarray, progress: np.ndarray) -> None:
         real(parallel, number, given, progress)
-        if len(given) > 1 and not failed:
-            failed.append(True)
-            progress[:, openmp.FAILED] = 1
+        if len(given) > 1 and fails:
+            progress[:, openmp.FAILED] = fails.pop()
+
+    def between(length: int, cache: Any) -> Any:
+        if length == 403:
+            fails.append(1)
+            with pytest.raises(RuntimeError, match="a thread of a compiled CPU kernel failed"):
+                decoder.step(
+                    cache, np.array([length % 290]), np.array([length - 1]), np.arange(8, dtype=np.int32)[None],
+                    np.array([length]), RQ.selection_config, draft=True,
+                )  # fmt: skip
+        return cache
 
     monkeypatch.setattr(openmp, "_start", start)
-    steps = steps_of(path, True)
-    with pytest.raises(RuntimeError, match="a thread of a compiled CPU kernel failed"):
-        next(steps)
-    assert all(np.array_equal(output.logits, one) for (_, output), one in zip(steps_of(path, True), plain, strict=True))
+    opened_before = opened
+    decoder: Any = None
+
+    def opening(*asked: Any) -> Any:
+        nonlocal decoder
+        found = opened_before(*asked)
+        decoder = found[0]
+        return found
+
+    monkeypatch.setattr(sys.modules[__name__], "opened", opening)
+    again = [output.logits for _, output in steps_of(path, True, between=between)]
+    assert not fails and all(np.array_equal(one, other) for one, other in zip(again, plain, strict=True))
+
+
+def test_rows_are_rounded_as_torch_rounds_them() -> None:
+    """Ties to even, what overflows, what is subnormal, infinities and NaN."""
+    bits = np.concatenate([
+        np.arange(0x3F80_0000, 0x3F83_0000, 0x0000_1000), [0x7F7F_8000, 0x7F7F_7FFF, 0x7F7F_FFFF, 1, 0x8000, 0x8001,
+        0x0001_8000, 0x7F80_0000, 0x7F80_0001, 0x7FC0_0000, 0x7FFF_FFFF],
+    ]).astype(np.uint32)  # fmt: skip
+    rows = np.concatenate([bits, bits | 0x8000_0000]).view(np.float32)[:, None, None]
+    pools = [np.zeros(len(rows), np.uint16) for _ in range(2)]
+    slots, finite = np.arange(len(rows)), np.ones(1, np.bool_)
+    write.place_rows(
+        threads_cpu.new_progress(1), *pools, (1, 1, 1), (1, 1, 1), rows, rows[::-1].copy(), slots, 1, finite
+    )
+    expected = torch.from_numpy(rows.ravel()).to(torch.bfloat16)
+    for pool, wanted in zip(pools, (expected, expected.flip(0)), strict=True):
+        got = torch.from_numpy(pool).view(torch.bfloat16)
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(got[~got.isnan()], wanted[~wanted.isnan()])
+    assert not finite[0]
+    write.place_rows(threads_cpu.new_progress(1), *pools, (1, 1, 1), (1, 1, 1), rows[:20], rows[:20], slots[:20], 1,
+                     finite := np.ones(1, np.bool_))  # fmt: skip
+    assert finite[0]

@@ -1,5 +1,6 @@
 """The tables of results/ are those that its raw rows give, and what is kept there is small and of no machine."""
 
+import gzip
 import json
 import re
 import shutil
@@ -33,8 +34,8 @@ def test_the_published_tables_are_those_of_the_raw_rows(page: Path, command: str
 
 def test_every_table_of_measured_rows_is_published() -> None:
     published = {command for _, command, _ in blocks()}
-    names = {f"experiments/real/run.py --tables {name} -o results/real.jsonl" for name in real.TABLES}
-    names.remove("experiments/real/run.py --tables weights -o results/real.jsonl")
+    names = {f"experiments/real/run.py --tables {name} -o results/real.jsonl.gz" for name in real.TABLES}
+    names.remove("experiments/real/run.py --tables weights -o results/real.jsonl.gz")
     names |= {
         "experiments/real/run.py --tables weights -o results/real-weights.jsonl",
         "race.py --table -o results/race.jsonl",
@@ -119,11 +120,17 @@ def test_tables_of_an_absent_file_are_refused(tmp_path: Path) -> None:
         shared.rows_of(tmp_path / "rows.jsonl", "row")
 
 
+def test_rows_that_are_packed_are_those_of_the_file(tmp_path: Path) -> None:
+    plain, packed = RESULTS / "real-weights.jsonl", tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert shared.rows_of(packed, "row") == shared.rows_of(plain, "row") != []
+
+
 def test_raw_rows_name_no_place_of_the_machine_that_made_them() -> None:
-    files = [path for path in RESULTS.iterdir() if path.suffix in (".json", ".jsonl", ".md")]
+    files = [path for path in RESULTS.iterdir() if path.suffix in (".gz", ".json", ".jsonl", ".md")]
     assert len(files) > 5
     for path in files:
-        assert not re.search(r"(?<![\w./])(~|/(root|home|tmp|work|Users|mnt))/", path.read_text()), path
+        assert not re.search(r"(?<![\w./])(~|/(root|home|tmp|work|Users|mnt))/", shared.text_of(path)), path
 
 
 def test_the_bounds_that_are_published_were_checked() -> None:

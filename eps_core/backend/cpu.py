@@ -56,7 +56,7 @@ class CpuKernels:
             return Scores(self.array(estimate), None, None, num_missing, kernels=cache.kernels)
 
     def select(self, scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
-        return self._selection(kernels.select(plan, self.host(scores.estimate), scores.num_missing, self.run))
+        return self.selection(kernels.select(plan, self.host(scores.estimate), scores.num_missing, self.run))
 
     def attend_fused(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> FusedRead:
         """Return the results of `score`, `select`, `attend`, `add_correction` and `skipped_mass` for q [B, Hq, D],
@@ -68,7 +68,7 @@ class CpuKernels:
             (out, lse), (_, read_lse) = found.whole, found.read
             return FusedRead(
                 self.ops.cast(self.array(out), q.dtype), self.array(lse), self.array(read_lse),
-                self._selection(found.chosen), self.array(found.skipped), found.stamps,
+                self.selection(found.chosen), self.array(found.skipped), found.stamps,
             )  # fmt: skip
 
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
@@ -136,11 +136,11 @@ class CpuKernels:
             attend_correction=Kernel(self.attend_correction),
             add_correction=Kernel(self.add_correction),
             skipped_mass=Kernel(self.skipped_mass, _unsupported_sum),
-            attend_fused=Kernel(self.attend_fused, _unsupported_layer),
+            attend_fused=Kernel(self.attend_fused, unsupported_layer),
             settle=settle,
         )
 
-    def _selection(self, chosen: Chosen) -> Selection:
+    def selection(self, chosen: Chosen) -> Selection:
         groups, counts, selected_mask = map(self.array, (chosen.groups, chosen.counts, chosen.selected_mask))
         return Selection(groups, counts, chosen.common_counts, chosen.always_selected, selected_mask=selected_mask)
 
@@ -165,7 +165,7 @@ def _unsupported_sum(scores: Scores, selection: Selection) -> str | None:
     return None if is_known else "groups that array operations chose"
 
 
-def _unsupported_layer(cache: Any, layer: int, q: Array, plan: StepPlan) -> str | None:
+def unsupported_layer(cache: Any, layer: int, q: Array, plan: StepPlan) -> str | None:
     if cache.cache_config.has_bounds:
         return "bounds"
     return unread_codes(cache) or unsupported_choice(None, plan, layer) or calls.unsupported_scoring(cache, plan)

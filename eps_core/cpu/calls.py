@@ -182,8 +182,11 @@ def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, e
     return Call(units.score_units, phases, args)
 
 
-def choosing(plan: StepPlan, estimate: np.ndarray, num_missing: np.ndarray) -> tuple[Call, Chosen]:
-    """By policy topk over estimate [B, Hkv, G] float32; num_missing [B] as in `Scores`."""
+def choosing(
+    plan: StepPlan, estimate: np.ndarray, num_missing: np.ndarray, filled: Chosen | None = None
+) -> tuple[Call, Chosen]:
+    """By policy topk over estimate [B, Hkv, G] float32; num_missing [B] as in `Scores`. The arrays of `filled` are
+    filled again where their shapes fit."""
     batch, kv_heads, _ = estimate.shape
     own_missing = np.asarray(num_missing, np.int64)
 
@@ -195,8 +198,10 @@ def choosing(plan: StepPlan, estimate: np.ndarray, num_missing: np.ndarray) -> t
 
     # layers that were written alike share one answer
     counts, common_counts, always_selected, width = plan.once(("topk", kv_heads, own_missing.tobytes()), count)
-    groups = np.empty((batch, kv_heads, width), np.int32)
-    selected_mask = np.empty(estimate.shape, np.bool_)
+    if filled is not None and filled.groups.shape[2] == width and filled.selected_mask.shape == estimate.shape:
+        groups, selected_mask = filled.groups, filled.selected_mask
+    else:
+        groups, selected_mask = np.empty((batch, kv_heads, width), np.int32), np.empty(estimate.shape, np.bool_)
     args = estimate, common_counts, plan.selectable, plan.ends, groups, selected_mask.view(np.uint8)
     alone = estimate.size < FEW_GROUPS
     return Call(best.select_topk, 1, args, alone), Chosen(groups, counts, common_counts, always_selected, selected_mask)

@@ -19,8 +19,8 @@ PHASES = 4  # of what follows the scores, and one for each row that is scored
 @kernel(fastmath=FAST)
 def score_and_read(progress, stamps, phases, scored, chosen, attended, skipped):
     """`score_units` of `phases` phases, `select_topk`, `attend` and `skipped_mass`. Where a thread scores whole rows it
-    selects them, too, and who finds none left attends to those that are ready. Lists of a thread that failed are not
-    read."""
+    selects them, too, and a thread without a row left attends to rows that are selected. Lists of a thread that failed
+    are not read."""
     together, rest = scored[0], progress[phases : phases + PHASES]
     ready = progress[phases + PHASES :]
     note_time(stamps, 0)

@@ -27,7 +27,7 @@ ROWS_TASK_TOKENS = 1024  # of attention of rows, about: fixed, so that the bits 
 
 class FusedOutput(NamedTuple):
     """A sparse layer: `read`, attention over what was chosen; `whole`, skipped-mass correction included; the estimated
-    share [B, Hkv] of the softmax that was not read; when it was computed."""
+    share [B, Hkv] of the softmax that was not read; the estimates; and when the parts were computed."""
 
     read: State
     whole: State
@@ -64,15 +64,15 @@ def attend(
 
 
 def fused_call(
-    cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, skipped: np.ndarray
+    cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, skipped: np.ndarray, filled: Chosen | None = None
 ) -> tuple[Call, FusedOutput]:
     """Return the call that scores, selects and attends at once, and what it fills, without the skipped-mass correction:
     `whole` is `read`, and where the cache has a correction, which sums what was not read itself, skipped [B, Hkv] is
-    left as it is. q [B, Hq, D] float32, contiguous; no bounds."""
+    left as it is. q [B, Hq, D] float32, contiguous; no bounds; `filled` as `calls.choosing` takes it."""
     shape = len(q), cache.spec.num_kv_heads, plan.num_groups
     estimate = plan.room(("estimate", shape), lambda: np.empty(shape, np.float32))
     score_call = calls.scoring(cache, layer, q, plan, host, estimate)
-    choice, chosen = calls.choosing(plan, estimate, plan.num_missing(cache.state[layer]))
+    choice, chosen = calls.choosing(plan, estimate, plan.num_missing(cache.state[layer]), filled)
     attention, read = calls.attending(cache, layer, q, plan, (chosen.groups, chosen.counts), host)
     rows = slice(0 if cache.cache_config.correction_tokens else None)
     summing = calls.summing_skipped(estimate[rows], chosen.selected_mask[rows], skipped[rows])

@@ -30,8 +30,8 @@ LATE_NS = 500_000  # a member that was awake came within 20 microseconds
 
 
 def _disowned(builder, kind: types.Type, value, packed=None, place: tuple[int, ...] = ()):
-    """A tuple of arrays and numbers whose arrays hold no reference: who packs it keeps them, and code that counts
-    references leaves those that are absent alone."""
+    """Return a tuple's value with no owner in any of its arrays, which the caller must keep alive: code that counts
+    references skips a null owner."""
     packed = value if packed is None else packed
     if isinstance(kind, types.Array):
         for field in (0, 1):  # what owns the memory, and the object
@@ -222,11 +222,12 @@ class Team:
             self.patience.note(Calls([Call(kernel, phases, args)]).run(self.parallel, number))
 
     def serves(self) -> bool:
-        """Return whether `run_all` is to be asked now."""
+        """Return whether `run_all` may be called: not in a forked child, nor while helpers are preferred (`Patience`,
+        which counts the calls)."""
         return not forks.forked() and self.patience.asks_team()
 
     def run_all(self, calls: Calls) -> None:
-        """Makes them. May be called by one thread at a time."""
+        """Makes all the calls again. Not for two threads at a time."""
         calls.progress[:] = 0
         self.patience.note(calls.run(self.parallel, self.num_threads()))
 

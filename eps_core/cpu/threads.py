@@ -72,8 +72,8 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
 
 
 def serves() -> bool:
-    """Return whether several calls can be made as one, as `openmp.Team` does: helpers that come late would hold arrays
-    that the next step fills."""
+    """Return whether several calls can be made as one, as `openmp.Team` does. They cannot: helpers that come late would
+    read arrays that the next step fills."""
     return False
 
 
@@ -151,15 +151,17 @@ def wait(builder, progress, phase, total):
     microseconds."""
     counter = _counter(builder, progress, phase, _DONE)
     failed = builder.at(progress, FAILED)
-    again, after = builder.append_basic_block("wait"), builder.append_basic_block("done")
+    again, waits, after = (builder.append_basic_block(name) for name in ("again", "waits", "done"))
     builder.branch(again)
     builder.position_at_end(again)
-    # with fewer cores than threads, whoever has the task may be waiting for this one
     done = builder.load_atomic(counter, ordering="acquire", align=8)
     broken = builder.load_atomic(failed, ordering="monotonic", align=8)
-    builder.call_named("sched_yield", i32)
     waiting = builder.icmp_signed("<", done, total)
-    builder.cbranch(builder.and_(waiting, builder.icmp_signed("==", broken, broken.type(0))), again, after)
+    builder.cbranch(builder.and_(waiting, builder.icmp_signed("==", broken, broken.type(0))), waits, after)
+    builder.position_at_end(waits)
+    # with fewer cores than threads, whoever has the task may be waiting for this one
+    builder.call_named("sched_yield", i32)
+    builder.branch(again)
     builder.position_at_end(after)
 
 

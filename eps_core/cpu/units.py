@@ -13,7 +13,7 @@ from eps_core.cpu.best import limit, list_best, room_of_rows, select_row
 from eps_core.cpu.best_vectors import mark
 from eps_core.cpu.compile import call_by_name, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, dots
-from eps_core.cpu.threads import finish, take, wait
+from eps_core.cpu.threads import FAILED, finish, take, wait
 from eps_core.cpu.unit_queries import prepare
 from eps_core.cpu.unit_vectors import (
     NAME,
@@ -269,6 +269,8 @@ def score_some(
         ))  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some)
+    if progress[0, FAILED]:  # nor marks
+        return
     phase += 1
     while True:
         task = take(progress, phase)
@@ -316,6 +318,8 @@ def score_some(
                 ask_for(own_scale, chosen[task, i], 1)
             finish(progress, phase)
         wait(progress, phase, some)
+        if progress[0, FAILED]:  # nor lists
+            return
         phase += 1
         pieces = (max(numbers.max(), 1) + LISTED_GROUPS - 1) // LISTED_GROUPS
         while True:
@@ -404,6 +408,8 @@ def score_units(
             ))  # fmt: skip
         finish(progress, 0)
     wait(progress, 0, total)
+    if progress[0, FAILED]:  # places may not be filled
+        return
 
     finalize_groups = finalized // size
     zero, one = np.int64(0), np.int64(1)  # of literal numbers a function is compiled for each
@@ -414,7 +420,8 @@ def score_units(
             factors, shifts, adds, bases, lists, estimate,
         ))  # fmt: skip
         return
-    own, room = new_lists(one, groups, lists[2].shape[1] - 2, passes), room_of_rows(groups)
+    own = new_lists(one, groups, lists[2].shape[1] - 2, passes)
+    room = room_of_rows(groups if chosen is not None else 0)
     while True:
         row = take(progress, 1)
         if row >= rows:

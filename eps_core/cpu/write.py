@@ -43,21 +43,23 @@ def place_rows(progress, k_pool, v_pool, k_strides, v_strides, k, v, slots, unit
     """Copies k, v [N, Hkv, D] to slots [N] of pools as `calls.Host.rows` gives them: as they are stored there, or
     float32 for pools of bfloat16. finite [1] becomes False where K is not. One phase."""
     tokens, kv_heads, head_dim = k.shape
-    while take(progress, 0) < 1:
-        is_finite = True
-        for n in range(tokens):
-            unit = slots[n] // unit_tokens
-            offset = slots[n] - unit * unit_tokens
-            for h in range(kv_heads):
-                k_row = unit * k_strides[0] + h * k_strides[1] + offset * k_strides[2]
-                v_row = unit * v_strides[0] + h * v_strides[1] + offset * v_strides[2]
-                for d in range(head_dim):
-                    put(k_pool, k_row + d, k[n, h, d])
-                    put(v_pool, v_row + d, v[n, h, d])
-                    is_finite &= abs(wide(k_pool[k_row + d])) < np.inf
-        finite[0] &= is_finite
+    while True:
+        n = take(progress, 0)
+        if n >= tokens:
+            break
+        is_finite, unit = True, slots[n] // unit_tokens
+        offset = slots[n] - unit * unit_tokens
+        for h in range(kv_heads):
+            k_row = unit * k_strides[0] + h * k_strides[1] + offset * k_strides[2]
+            v_row = unit * v_strides[0] + h * v_strides[1] + offset * v_strides[2]
+            for d in range(head_dim):
+                put(k_pool, k_row + d, k[n, h, d])
+                put(v_pool, v_row + d, v[n, h, d])
+                is_finite &= abs(wide(k_pool[k_row + d])) < np.inf
+        if not is_finite:
+            finite[0] = False
         finish(progress, 0)
-    wait(progress, 0, 1)
+    wait(progress, 0, tokens)
 
 
 @kernel()

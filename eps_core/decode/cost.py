@@ -71,16 +71,18 @@ def pays_from(config: EpsConfig, cost: Cost) -> int | None:
 
 
 def measure(
-    backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig, max_context: int
-) -> Cost:
-    """Times one layer of `spec`'s shape, with `num_heads` query heads, at contexts up to `max_context`."""
+    backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig, max_context: int,
+    whole_steps: bool = False,
+) -> Cost:  # fmt: skip
+    """Times one layer of `spec`'s shape, with `num_heads` query heads, at contexts up to `max_context`: as it is
+    called, or with `whole_steps` as steps repeat it that are one call, where the backend has such."""
     contexts = [context for context in CONTEXTS if context <= max_context] or [max_context]
     sparse = config.replace(min_context=0, head_modes=None)
     rng, started = np.random.default_rng(0), time.perf_counter()
     on_cpu = backend.device_name(device) == host.host_name()
     flush = host.flusher(host.flush_bytes(host.last_cache_bytes(device)), device) if on_cpu else lambda: None
 
-    def variants(context: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    def variants(context: int) -> tuple[Callable[[], Any], ...]:
         """(dense, sparse) calls over a filled cache; each waits for its result."""
         units = -(-context // sparse.cache_config.unit_tokens)
         one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
@@ -95,6 +97,12 @@ def measure(
             cache = backend.write_kv(cache, 0, k, v, slots)
         q = random(1, num_heads, spec.head_dim)
         place = np.arange(units, dtype=np.int32)[None], np.array([context])
+        plans = StepPlan.dense(sparse.cache_config, *place), StepPlan.of(sparse, *place)
+        ready_layer = backend.kernel_of(cache, "ready_layer") if whole_steps else None
+        if ready_layer is not None:
+            ready = tuple(ready_layer(cache, 0, q, plan) for plan in plans)
+            if None not in ready:
+                return ready
 
         def dense_call() -> None:
             out, _ = backend.attend(cache, 0, q, StepPlan.dense(sparse.cache_config, *place), None)
@@ -135,8 +143,9 @@ def costs_path() -> Path | None:
 
 
 def cost_of(
-    backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig, max_context: int
-) -> tuple[Cost, bool]:
+    backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig, max_context: int,
+    whole_steps: bool = False,
+) -> tuple[Cost, bool]:  # fmt: skip
     """(cost, whether it was kept from an earlier run): measured the first time, and kept. A store that cannot be read
     or written is as none: the next run measures again."""
     settled = config.replace(min_context=0, head_modes=None).to_dict()
@@ -154,7 +163,8 @@ def cost_of(
             "shape": [num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.k_bits, spec.v_bits],
             "max_context": min(max_context, CONTEXTS[-1]),
             "config": settled,
-            "measured": 5,  # raised when something else is measured
+            "whole_steps": whole_steps,
+            "measured": 6,  # raised when something else is measured
         },
         sort_keys=True,
     )
@@ -167,7 +177,7 @@ def cost_of(
         rising = found.contexts and list(found.contexts) == sorted(set(found.contexts))
         if rising and len(found.contexts) == len(found.dense_ms) == len(found.sparse_ms):
             return found, True
-    cost = measure(backend, device, kernels, spec, num_heads, config, max_context)
+    cost = measure(backend, device, kernels, spec, num_heads, config, max_context, whole_steps)
     if path is not None:
         caches.keep(path, json.dumps({**kept, key: asdict(cost)}).encode())
     return cost, False

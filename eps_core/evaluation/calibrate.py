@@ -192,8 +192,9 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
     out.write(_verdict(policy, int(sparse.sum()), sparse.size) + "\n\n")
     kept = kept_at(session, config, recording, text.tokens, request.num_steps)
     time_from = timing(
-        session.backend, session.device, session.kernels, session.one_unit(), spec.num_heads, config, spec.max_context
-    )
+        session.backend, session.device, session.kernels, session.one_unit(), spec.num_heads, config, spec.max_context,
+        not spec.windowed,
+    )  # fmt: skip
     saves = time_from() if kept and time_from is not None else None
     pays = None if saves is None or kl_from(kept) is None else max(saves, kl_from(kept) or 0)
     if kept:

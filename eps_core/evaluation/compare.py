@@ -62,8 +62,9 @@ def prepare(request: RunRequest) -> Job:
     session.check_kernels(request.config.cache_config, request.verify.enabled)
     if request.auto_min_context:
         job.cost, _ = cost_of(
-            session.backend, session.device, session.kernels, pool, spec.num_heads, request.config, spec.max_context
-        )
+            session.backend, session.device, session.kernels, pool, spec.num_heads, request.config, spec.max_context,
+            not spec.windowed,
+        )  # fmt: skip
         # where sparse attention never pays, everything that the model can hold is below the least context
         least = spec.max_context + 1 if job.cost.min_context is None else job.cost.min_context
         job.request = replace(request, config=request.config.replace(min_context=least))
@@ -309,7 +310,7 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
             (job.labels["dense"], job.labels["eps"]),
             timing(
                 session.backend, session.device, session.kernels, session.one_unit(), session.spec.num_heads, config,
-                session.spec.max_context,
+                session.spec.max_context, not session.spec.windowed,
             ),
         )  # fmt: skip
         return display.report(ran, dense, eps, out, divergence.summary(), layer)

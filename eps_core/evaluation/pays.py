@@ -14,15 +14,16 @@ PaysFrom = Callable[[], int | None]
 
 
 def timing(
-    backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig, max_context: int
-) -> PaysFrom | None:
-    """Return a function that measures where a config pays on this device; None where times say nothing, as those of
-    array operations and of the numpy backend."""
+    backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig, max_context: int,
+    whole_steps: bool = False,
+) -> PaysFrom | None:  # fmt: skip
+    """Return a function that measures where a config pays on this device (`cost.measure`); None where times say
+    nothing, as those of array operations and of the numpy backend."""
     if kernels == "arrays":
         return None
 
     def timed() -> int | None:
-        cost, _ = cost_of(backend, device, kernels, spec, num_heads, config, max_context)
+        cost, _ = cost_of(backend, device, kernels, spec, num_heads, config, max_context, whole_steps)
         tokens = pays_from(config, cost)
         return None if tokens is None or tokens > max_context else tokens
 

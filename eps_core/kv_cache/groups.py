@@ -1,5 +1,6 @@
 """Which groups a write fills, finalizes or leaves open: integers only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -205,3 +206,12 @@ class GroupState:
             slot = self._open.pop(group, None)
             if slot is not None:
                 self._free_open.append(slot)
+
+
+def plan_alike(states: Sequence[GroupState], slots: np.ndarray) -> WritePlan:
+    """`GroupState.plan` of layers that were written alike, for methods without accumulators: the first one's result."""
+    first, *others = states
+    plan = first.plan(slots)
+    for state in others:
+        state.follow(first, slots)
+    return plan

@@ -17,7 +17,7 @@ class Shared:
         return {}
 
     @cached_property
-    def _rooms(self) -> dict[Hashable, Any]:
+    def _rooms(self) -> dict[tuple[int, Hashable], Any]:
         return {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -31,12 +31,12 @@ class Shared:
     def room(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make` at a thread's first call with `key`: arrays to work in until the layer's call
         ends, which still lie in the CPU's caches when the next layer fills them."""
-        key = get_ident(), key
-        if key not in self._rooms:
-            self._rooms[key] = make()
-        found: T = self._rooms[key]
+        own = get_ident(), key
+        if own not in self._rooms:
+            self._rooms[own] = make()
+        found: T = self._rooms[own]
         return found
 
     def lend_room(self, other: "Shared") -> None:
-        """Lets `other`, whose arrays have the same shapes, work in those of this one."""
-        other._rooms.update(self._rooms)
+        """Lets the caller's thread work for `other`, whose arrays have the same shapes, in those of this one."""
+        other._rooms.update({(get_ident(), key): made for (_, key), made in self._rooms.items()})

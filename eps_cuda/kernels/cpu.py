@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from eps_core.attention.kernels import Kernel
-from eps_core.backend.cpu import CpuKernels
+from eps_core.backend.cpu import CpuKernels, unsupported_layer
 from eps_core.cpu import calls, write
+from eps_core.cpu.kernels import FusedOutput, fused_call
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.device import DTYPES
 from eps_cuda.ops import OPS
 
@@ -98,6 +100,30 @@ class TorchKernels(CpuKernels):
         args = k_pool, v_pool, k_strides, v_strides, k, v, slots, unit_tokens, finite
         return calls.Call(write.place_rows, 1, args, alone=True)
 
+    def attending(
+        self, cache: Any, layer: int, q: np.ndarray, plan: StepPlan, skipped: np.ndarray,
+        filled: calls.Chosen | None = None,
+    ) -> tuple[calls.Call, np.ndarray, FusedOutput | None]:  # fmt: skip
+        """Return the call of a layer's attention for q [B, Hq, D] float32, its output and, where it is sparse, what
+        else it gives, skipped [B, Hkv] among it; `filled` as `calls.choosing` takes it."""
+        host = self.pools(cache)
+        if is_dense(plan, layer):
+            call, state = calls.attending(cache, layer, q, plan, None, host)
+            return call, state.out, None
+        call, read = fused_call(cache, layer, q, plan, host, skipped, filled)
+        return call, read.whole.out, read
+
+    def ready_layer(self, cache: Any, layer: int, q: Tensor, plan: StepPlan) -> Callable[[], None] | None:
+        """Return a function that attends once more for q [B, Hq, D], as whole steps do (`cpu_step`). None where helpers
+        are to run kernels (`Team.serves`)."""
+        from eps_core.cpu import openmp
+
+        if not self.team.serves():
+            return None
+        skipped = np.empty((len(q), cache.spec.num_kv_heads), np.float32)
+        made = openmp.Calls([self.attending(cache, layer, self.host(q.float()), plan, skipped)[0]])
+        return lambda: self.team.run_all(made)
+
     @functools.cached_property
     def team(self) -> Any:
         """Torch's own threads, which run kernels, or the helpers of ours where they cannot be reached."""
@@ -110,9 +136,24 @@ class TorchKernels(CpuKernels):
         self.team.run(kernel, phases, *args, alone=alone)
 
 
+def _unsupported_ready(cache: Any, layer: int, q: Tensor, plan: StepPlan) -> str | None:
+    cache_config = cache.cache_config
+    if cache.spec.quantised or cache_config.has_bounds or cache_config.correction_tokens:
+        return "quantized K and V, bounds or a skipped-mass correction"
+    return None if is_dense(plan, layer) else unsupported_layer(cache, layer, q, plan)
+
+
+def is_dense(plan: StepPlan, layer: int) -> bool:
+    """Return whether a step scores nothing in a layer."""
+    return not plan.config.cache_config.enabled or plan.reads_all(layer)
+
+
 def _unsupported_rows(cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> str | None:
     return f"K in {cache.spec.k_bits} and V in {cache.spec.v_bits}" if cache.spec.quantised else None
 
 
 kernels = TorchKernels()
-KERNELS = replace(kernels.table(), place_rows=Kernel(kernels.place_rows, _unsupported_rows))
+KERNELS = replace(
+    kernels.table(), place_rows=Kernel(kernels.place_rows, _unsupported_rows),
+    ready_layer=Kernel(kernels.ready_layer, _unsupported_ready),
+)  # fmt: skip

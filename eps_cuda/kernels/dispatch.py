@@ -10,7 +10,7 @@ from torch import Tensor
 from eps_core.attention.kernels import Kernel
 from eps_core.backend.gpu import GpuKernels
 from eps_core.config.selection import SelectionConfig
-from eps_core.kv_cache.groups import WritePlan
+from eps_core.kv_cache.groups import WritePlan, plan_alike
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import part_dims
 from eps_cuda.arrays import anchors
@@ -99,11 +99,7 @@ def _summarised(cache: Cache) -> list[Cache]:
 def plan_step(cache: Cache, slots: np.ndarray) -> None:
     """Tells every layer's state on the host of a step's write, whose layers all write the same slots."""
     for one in _summarised(cache):
-        first, *others = one.state
-        plan = first.plan(slots)
-        for state in others:
-            state.follow(first, slots)
-        count_finalized(one, plan, len(one.state))
+        count_finalized(one, plan_alike(one.state, slots), len(one.state))
 
 
 def count_finalized(one: Cache, plan: WritePlan, num_layers: int = 1) -> None:
