@@ -70,6 +70,7 @@ class CpuStep:
         # of a draft, which may be taken back, nobody asks whether K is finite
         self.finite = [np.ones(1, np.bool_) if draft else host.flat(cache.finite[layer]) for layer in layers]
         self.skipped = np.zeros((few.spec.num_layers, batch, cache.spec.num_kv_heads), np.float32)
+        self.times = np.zeros((few.spec.num_layers, 3), np.int64)  # `FusedOutput.stamps` of each layer
         self.read: list[FusedOutput | None] = []
         # of the first dense and the first sparse layer: its number, its queries, its call, and what it gives
         self.examples: dict[bool, tuple[int, np.ndarray, calls.Call, FusedOutput | None]] = {}
@@ -78,7 +79,7 @@ class CpuStep:
         q, k, v = outs
         streams, filled = [np.empty_like(x) for _ in range(2)], None
         for layer in layers:
-            attention, out, read = kernels.attending(cache, layer, q, self.plan, self.skipped[layer], filled)
+            attention, out, read = self._attending(cache, layer, q, self.plan, filled)
             if read is not None and not draft:  # whose lists are of each layer
                 filled = read.chosen
             self.read.append(read)
@@ -95,6 +96,11 @@ class CpuStep:
         self.held = {id(array) for array in _arrays(tuple(shown for _, shown in cache.views.values()))}
         self.held |= {id(state.fill) for state in cache.state}
 
+    def _attending(
+        self, cache: Cache, layer: int, q: np.ndarray, plan: StepPlan, filled: calls.Chosen | None
+    ) -> tuple[calls.Call, np.ndarray, FusedOutput | None]:
+        return kernels.attending(cache, layer, q, plan, self.skipped[layer], self.times[layer], filled)
+
     def follow(self, cache: Cache, plan: StepPlan) -> FusedOutput | None:
         """Take the numbers of a step, and return what its sparse layers know before they run, None where there are
         none. Raises `Changed` where more than numbers changed."""
@@ -106,7 +112,7 @@ class CpuStep:
         pairs: list[Pair] = []
         for layer, q, kept, given in self.examples.values():
             filled = None if given is None else given.chosen
-            call, _, read = kernels.attending(cache, layer, q, plan, self.skipped[layer], filled)
+            call, _, read = self._attending(cache, layer, q, plan, filled)
             known = read or known
             self._compare(kept.args, call.args, pairs)
         for kept_array, array in pairs:
@@ -138,7 +144,7 @@ class CpuStep:
         for kept, new in zip(self.turn, self.few.rotation(lengths - 1), strict=True):
             for kept_array, array in zip(kept, new, strict=True):
                 kept_array[...] = array
-        self.slots[...] = slots
+        self.slots[...], self.times[...] = slots, 0
         kernels.team.run_all(self.calls)
 
 
@@ -157,8 +163,9 @@ def _arrays(tree: Any) -> Iterator[np.ndarray]:
 
 @torch.inference_mode()
 def step(
-    few: FewRows, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool
-) -> tuple[Cache, StepOutput] | None:
+    few: FewRows, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool,
+    timed: bool = False,
+) -> tuple[Cache, StepOutput] | None:  # fmt: skip
     """`Decoder.step`; None, and nothing done, where a step does not consist of these calls alone, or helpers are to
     make them (`Team.serves`)."""
     if not covers(few, cache, plan, draft) or not kernels.team.serves():
@@ -192,8 +199,13 @@ def step(
     logits = few.model.capped(torch.from_numpy(kept.logits)).numpy().copy()
     if not sparse:
         return cache, StepOutput(logits, spec.num_layers * plan.dense_kv_bytes(spec))
-    for one, read, skipped in zip(layers, kept.read, kept.skipped.copy(), strict=True):
-        one.skipped_mass = one.skipped_mass if read is None else skipped
+    for one, read, skipped, (began, selected, ended) in zip(
+        layers, kept.read, kept.skipped.copy(), (kept.times / 1e6).tolist(), strict=True
+    ):
+        if read is not None:
+            one.skipped_mass = skipped
+            if timed:
+                one.prepass_ms, one.attention_ms = selected - began, ended - selected
     selections = [_selection(read, known) for read in kept.read] if draft else []
     return cache, StepOutput(
         logits, sum(one.kv_bytes_read for one in layers), layers, plan.fallbacks(own.full), selections=selections

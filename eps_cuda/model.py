@@ -122,11 +122,20 @@ class Model(ArrayModel):
         return self._few_rows
 
     def whole_step(
-        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool
+        self,
+        cache: Cache,
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        plan: StepPlan,
+        sparse: bool,
+        draft: bool,
+        timed: bool,
     ) -> tuple[Cache, StepOutput] | None:
         if self.spec.windowed or (draft and not sparse):
             return None
         if cache.kernels == "triton":
+            if timed:
+                return None
             from eps_cuda import graph  # imports Triton, which only these kernels need
 
             if sparse:
@@ -137,7 +146,7 @@ class Model(ArrayModel):
             return None
         from eps_cuda import cpu_step  # imports numba, as the calls of few rows do
 
-        return cpu_step.step(few, cache, tokens, slots, plan, sparse, draft)
+        return cpu_step.step(few, cache, tokens, slots, plan, sparse, draft, timed)
 
 
 @torch.inference_mode()

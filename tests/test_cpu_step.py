@@ -282,8 +282,17 @@ def test_what_a_step_does_not_support_runs_layer_by_layer(steps_made: list[int])
     decoded(path, RQ, "float16", PROMPTS[:1])
     decoded(tiny_models.saved("gemma3-256-scaled-capped"), RQ, "float32", [PROMPTS[0][:100]])
     assert not steps_made, "16-bit floats and windows"
-    decoded(path, RQ, "float32", PROMPTS[:1], time_every=1)
-    assert not steps_made, "steps that are timed"
+
+
+def test_whole_steps_tell_the_time_of_their_layers(steps_made: list[int]) -> None:
+    """Of sparse ones, when they are asked: `run` asks every step."""
+    records, _ = decoded(tiny_models.saved("llama2"), RQ, "float32", PROMPTS[:1], time_every=2)
+    assert len(steps_made) >= STEPS - 1
+    assert [one.eps_prepass_ms is not None for one in records] == [True, False] * (STEPS // 2)
+    assert all(0 < one.eps_prepass_ms < one.decode_ms for one in records[::2])
+    steps_made.clear()
+    decoded(tiny_models.saved("llama2"), RQ, "float32", PROMPTS[:1], time_every=1)
+    assert len(steps_made) >= STEPS - 1
 
 
 def test_late_members_bring_helpers_to_later_steps(monkeypatch: pytest.MonkeyPatch, steps_made: list[int]) -> None:

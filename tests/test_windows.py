@@ -148,7 +148,7 @@ def test_no_cuda_graph_serves_a_window(saved: Callable) -> None:
     for name, served in (("gemma3", False), ("phi3", True)):
         model = load_model(saved(name), read_spec(saved(name)), "float32", "cpu")
         cached = SimpleNamespace(kernels="triton", cache_config=SimpleNamespace(method="off"), spec=None)
-        step = lambda: model.whole_step(cached, None, None, None, False, False)  # noqa: B023, E731
+        step = lambda: model.whole_step(cached, None, None, None, False, False, False)  # noqa: B023, E731
         if served:
             with pytest.raises(AttributeError):
                 step()  # it looks at the cache

@@ -64,11 +64,19 @@ def attend(
 
 
 def fused_call(
-    cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, skipped: np.ndarray, filled: Chosen | None = None
+    cache: Any,
+    layer: int,
+    q: np.ndarray,
+    plan: StepPlan,
+    host: Host,
+    skipped: np.ndarray,
+    stamps: np.ndarray,
+    filled: Chosen | None = None,
 ) -> tuple[Call, FusedOutput]:
     """Return the call that scores, selects and attends at once, and what it fills, without the skipped-mass correction:
     `whole` is `read`, and where the cache has a correction, which sums what was not read itself, skipped [B, Hkv] is
-    left as it is. q [B, Hq, D] float32, contiguous; no bounds; `filled` as `calls.choosing` takes it."""
+    left as it is. stamps [3] int64 are 0 before. q [B, Hq, D] float32, contiguous; no bounds; `filled` as
+    `calls.choosing` takes it."""
     shape = len(q), cache.spec.num_kv_heads, plan.num_groups
     estimate = plan.room(("estimate", shape), lambda: np.empty(shape, np.float32))
     score_call = calls.scoring(cache, layer, q, plan, host, estimate)
@@ -76,7 +84,6 @@ def fused_call(
     attention, read = calls.attending(cache, layer, q, plan, (chosen.groups, chosen.counts), host)
     rows = slice(0 if cache.cache_config.correction_tokens else None)
     summing = calls.summing_skipped(estimate[rows], chosen.selected_mask[rows], skipped[rows])
-    stamps = np.zeros(3, np.int64)
     *scored, _ = score_call.args
     _, *attended = attention.args
     args = stamps, score_call.phases, tuple(scored), choice.args, tuple(attended), summing.args
@@ -91,7 +98,7 @@ def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Ho
     cache."""
     check_query(cache.spec, q.shape)
     skipped = np.empty((len(q), cache.spec.num_kv_heads), np.float32)
-    call, found = fused_call(cache, layer, np.ascontiguousarray(q), plan, host, skipped)
+    call, found = fused_call(cache, layer, np.ascontiguousarray(q), plan, host, skipped, np.zeros(3, np.int64))
     run(call.kernel, call.phases, *call.args)
     if not cache.cache_config.correction_tokens:
         return found

@@ -77,10 +77,10 @@ class Arithmetic(Protocol):
         ...
 
     def whole_step(
-        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool, timed: bool
     ) -> tuple[Any, StepOutput] | None:
         """A decode step as one piece (a CUDA graph, or one call of a CPU's threads), or None, and nothing done, where
-        there is none. A `draft` as `Decoder.step` has it."""
+        there is none. A `draft` as `Decoder.step` has it; `timed` asks for the times of layers, too."""
         ...
 
 
@@ -161,8 +161,8 @@ class Decoder:
             plan = StepPlan.of(EpsConfig.over(cache.cache_config, selection_config), table, lengths)
         else:
             plan = StepPlan.dense(cache.cache_config, table, lengths)
-        if not audit and not self.timing and self.tap is None:
-            done = model.whole_step(cache, tokens, slots, plan, sparse, draft)
+        if not audit and self.tap is None:
+            done = model.whole_step(cache, tokens, slots, plan, sparse, draft, self.timing)
             if done is not None:
                 return done
         reads: list[LayerRead] = []

@@ -101,16 +101,16 @@ class TorchKernels(CpuKernels):
         return calls.Call(write.place_rows, 1, args, alone=True)
 
     def attending(
-        self, cache: Any, layer: int, q: np.ndarray, plan: StepPlan, skipped: np.ndarray,
+        self, cache: Any, layer: int, q: np.ndarray, plan: StepPlan, skipped: np.ndarray, stamps: np.ndarray,
         filled: calls.Chosen | None = None,
     ) -> tuple[calls.Call, np.ndarray, FusedOutput | None]:  # fmt: skip
         """Return the call of a layer's attention for q [B, Hq, D] float32, its output and, where it is sparse, what
-        else it gives, skipped [B, Hkv] among it; `filled` as `calls.choosing` takes it."""
+        else it gives, skipped [B, Hkv] and stamps [3] among it; `filled` as `calls.choosing` takes it."""
         host = self.pools(cache)
         if is_dense(plan, layer):
             call, state = calls.attending(cache, layer, q, plan, None, host)
             return call, state.out, None
-        call, read = fused_call(cache, layer, q, plan, host, skipped, filled)
+        call, read = fused_call(cache, layer, q, plan, host, skipped, stamps, filled)
         return call, read.whole.out, read
 
     def ready_layer(self, cache: Any, layer: int, q: Tensor, plan: StepPlan) -> Callable[[], None] | None:
@@ -121,7 +121,8 @@ class TorchKernels(CpuKernels):
         if not self.team.serves():
             return None
         skipped = np.empty((len(q), cache.spec.num_kv_heads), np.float32)
-        made = openmp.Calls([self.attending(cache, layer, self.host(q.float()), plan, skipped)[0]])
+        call, _, _ = self.attending(cache, layer, self.host(q.float()), plan, skipped, np.zeros(3, np.int64))
+        made = openmp.Calls([call])
         return lambda: self.team.run_all(made)
 
     @functools.cached_property
