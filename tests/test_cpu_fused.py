@@ -202,8 +202,15 @@ def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, correction_tokens, 
     assert read.stats.prepass_ms == pytest.approx(200) and read.stats.attention_ms == pytest.approx(800)
 
 
-def test_a_run_takes_it_in_every_layer_of_every_step(monkeypatch):
-    """Whose steps are timed layer by layer on a CPU, all of them."""
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_run_takes_it_in_every_layer_of_every_step(whole, monkeypatch):
+    """Whose steps are timed on a CPU, all of them, in one call or layer by layer."""
+    monkeypatch.setattr(openmp, "LATE_NS", 10**12)  # a busy machine must not bring helpers
+    monkeypatch.setattr(kernels_of(bound("cuda", "numba")).team, "patience", openmp.Patience())
+    steps_made, run_all = [], openmp.Team.run_all
+    monkeypatch.setattr(openmp.Team, "run_all", lambda self, made: steps_made.append(run_all(self, made)))
+    if not whole:
+        monkeypatch.setattr(openmp.Team, "serves", lambda self: False)
     session, config = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16"), EpsConfig.of(method="rq")
     cache, pool = session.cache(config.cache_config, 1300)
     kernel, taken = session.backend.kernel_of(cache, "attend_fused"), []
@@ -213,7 +220,8 @@ def test_a_run_takes_it_in_every_layer_of_every_step(monkeypatch):
     outcome, _ = decode(session, cache, pool, [document], config.selection_config, time_every=session.time_every)
     steps = len(outcome.records)
     assert session.time_every == 1 and steps >= 4
-    assert len(taken) == steps * session.spec.num_layers and all(one is not None for one in taken)
+    assert len(steps_made) == steps * whole
+    assert len(taken) == steps * session.spec.num_layers * (not whole) and all(one is not None for one in taken)
     for record in outcome.records:
         assert record.timed and record.eps_prepass_ms > 0 and record.attention_ms > 0
         assert record.eps_prepass_ms + record.attention_ms < record.decode_ms

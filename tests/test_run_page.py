@@ -113,9 +113,11 @@ def test_the_page_shows_what_the_steps_read_and_the_run_stays_the_same(
     # the reads, counted again from what the layers returned: the first steps are the run's, then come those of --kl
     reads, spec = trace.reads, trace.reads.session.spec
     again, size = np.zeros_like(reads.tokens_read), 1 if more else 8
-    assert len(attended) == 2 * STEPS * spec.num_layers
+    calls = STEPS * spec.num_layers
+    # a CPU may make all calls of a step of --kl as one
+    assert calls <= len(attended) <= 2 * calls if more else len(attended) == 2 * calls
     assert bool(fused) == bool(more)
-    for layer, read in attended[: STEPS * spec.num_layers]:
+    for layer, read in attended[:calls]:
         groups = np.asarray(reads.session.backend.to_numpy(read.selection.groups))[0]
         for of_head in groups.tolist():
             for group in of_head:

@@ -89,7 +89,7 @@ class Decoder:
 
     def __init__(self, backend: Backend, model: Arithmetic) -> None:
         self.backend, self.model, self.spec, self.device = backend, model, model.spec, model.device
-        self.layers = layers_of(backend, model.spec)
+        self.layers = self._own_layers = layers_of(backend, model.spec)  # whoever puts others here sees their calls
         self.timing = False  # whether step() fills prepass_ms and attention_ms, at the cost of three waits a layer
         # where set, called by step() in every layer with (layer, q [B, Hq, D] unscaled, as attention uses it)
         self.tap: Callable[[int, Array], None] | None = None
@@ -161,7 +161,7 @@ class Decoder:
             plan = StepPlan.of(EpsConfig.over(cache.cache_config, selection_config), table, lengths)
         else:
             plan = StepPlan.dense(cache.cache_config, table, lengths)
-        if not audit and self.tap is None:
+        if not audit and self.tap is None and self.layers is self._own_layers:
             done = model.whole_step(cache, tokens, slots, plan, sparse, draft, self.timing)
             if done is not None:
                 return done
