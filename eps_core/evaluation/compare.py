@@ -226,19 +226,19 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
         measured = "eps" if changes else "dense"  # the side that metrics and csv speak of
         reads = None if request.plot is None else Reads(session, job.prompt_lengths[0])
 
-        def streamed(outcome_name: str, reads: Reads | None = None) -> Outcome:
+        def streamed(outcome_name: str) -> Outcome:
             name = job.labels[outcome_name].lower()
             text = terminal.Answer(session.tokenizer, out, f"{name:5} > ")
             progress = terminal.Progress(f"{name}: decode", "tokens")
-            alone = len(job.documents) == 1
-
+            alone, counts = len(job.documents) == 1, outcome_name == "eps"
+            decoder = None if reads is None else reads.decoder(counts)
             num_said = 0
 
             def on_record(record: StepRecord | RoundRecord) -> None:
                 nonlocal num_said
                 if metrics is not None and outcome_name == measured:
                     metrics.write(record.to_dict())
-                if reads is not None and isinstance(record, StepRecord):
+                if reads is not None and counts and isinstance(record, StepRecord):
                     reads.add(record)
                 num_said += len(record.tokens)
                 if alone:
@@ -247,7 +247,7 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
                     progress(num_said, request.max_new_tokens * len(job.documents))
 
             with text if alone else progress:
-                side = _decode(job, outcome_name, filled, on_record, decoder=None if reads is None else reads.decoder())
+                side = _decode(job, outcome_name, filled, on_record, decoder=decoder)
             if not alone:
                 out.writelines(f"{name:5} {i} > {said}\n" for i, said in enumerate(side.texts, start=1))
                 out.flush()
@@ -261,7 +261,7 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
         if changes:
             if dense is not None and filled["dense"].pool is not filled["eps"].pool:
                 del filled["dense"]  # a cache of its own
-            eps = streamed("eps", reads)
+            eps = streamed("eps")
             if request.kl and dense is not None:
                 divergence = _divergence(job, filled, dense)
         held = filled[measured]

@@ -72,10 +72,12 @@ class Reads:
         sums: np.ndarray = np.add.reduceat(shares, starts, axis=-1)
         return sums / np.diff([*starts, self.num_tokens])
 
-    def decoder(self) -> Decoder:
-        """The session's decoder with layers whose sparse reads `add` then counts."""
+    def decoder(self, counts: bool) -> Decoder:
+        """The session's decoder, whose steps run layer by layer, so that both sides of a run are timed alike; where it
+        `counts`, with layers whose sparse reads `add` then counts."""
         decoder = Decoder(self.session.backend, self.session.decoder.model)
-        decoder.layers = [_Handing(layer, self._reads) for layer in decoder.layers]  # type: ignore[misc]
+        kept: list[Any] = [_Handing(layer, self._reads) if counts else layer for layer in decoder.layers]
+        decoder.layers = kept
         return decoder
 
     def add(self, record: StepRecord) -> None:
