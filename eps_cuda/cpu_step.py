@@ -17,7 +17,6 @@ import torch
 from eps_core.attention.layer import dense_read
 from eps_core.attention.protocol import Selection
 from eps_core.attention.stats import LayerStats, StepOutput
-from eps_core.backend.cpu import unsupported_layer
 from eps_core.cpu import calls, openmp
 from eps_core.cpu.kernels import FusedOutput
 from eps_core.kv_cache.counts import check_query, check_write
@@ -26,34 +25,24 @@ from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.arrays import check_finite, invalidate
 from eps_cuda.cache import Cache
 from eps_cuda.few_rows import FewRows
-from eps_cuda.kernels.cpu import is_dense, kernels
+from eps_cuda.kernels.cpu import is_dense, kernels, unsupported_whole
 
 MOST_STEPS = 8  # of one cache, by batch and what is read; the oldest goes first
 Pair = tuple[np.ndarray, np.ndarray]
 
 
 def covers(few: FewRows, cache: Cache, plan: StepPlan, draft: bool) -> bool:
-    """Return whether a step consists of these calls alone: K and V in float32 or bfloat16, no bounds, no skipped-mass
-    correction, rq or no summaries, no group that gets its summary now, and in sparse layers topk for each kv head."""
+    """Return whether a step consists of these calls alone: layers that `unsupported_whole` supports, written alike,
+    without a window, and no group that gets its summary now."""
     spec, cache_config = cache.spec, cache.cache_config
-    first = cache.state[0].history if cache.state else 0
-    if (
-        spec.quantised
-        or spec.dtype == "float16"
-        or spec.num_layers != few.spec.num_layers
-        or few.spec.windowed
-        or cache_config.has_bounds
-        or cache_config.correction_tokens
-        or any(state.history != first for state in cache.state)
-    ):
+    if few.spec.windowed or spec.num_layers != few.spec.num_layers:
         return False
-    if cache_config.enabled:
-        ends_span = plan.lengths % cache_config.span_tokens == 0
-        if not cache_config.method_spec.coded or (not draft and ends_span.any()):
-            return False
-    alike = plan.config.selection_config.head_modes is None
-    layers = range(1 if alike else spec.num_layers)
-    return not any(unsupported_layer(cache, layer, None, plan) for layer in layers if not is_dense(plan, layer))
+    if any(state.history != cache.state[0].history for state in cache.state):
+        return False
+    if cache_config.enabled and not draft and (plan.lengths % cache_config.span_tokens == 0).any():
+        return False
+    layers = range(1 if plan.config.selection_config.head_modes is None else spec.num_layers)
+    return not any(unsupported_whole(cache, layer, None, plan) for layer in layers)
 
 
 class CpuStep:
@@ -67,7 +56,7 @@ class CpuStep:
         self.turn = [(np.copy(cos), np.copy(sin)) for cos, sin in few.rotation(plan.lengths - 1)]
         self.logits = np.empty((batch, few.spec.vocab_size), np.float32)
         layers, host = range(few.spec.num_layers), kernels.pools(cache)
-        # of a draft, which may be taken back, nobody asks whether K is finite
+        # K of a draft may be taken back, and is not checked
         self.finite = [np.ones(1, np.bool_) if draft else host.flat(cache.finite[layer]) for layer in layers]
         self.skipped = np.zeros((few.spec.num_layers, batch, cache.spec.num_kv_heads), np.float32)
         self.times = np.zeros((few.spec.num_layers, 3), np.int64)  # `FusedOutput.stamps` of each layer
@@ -164,7 +153,7 @@ def _arrays(tree: Any) -> Iterator[np.ndarray]:
 @torch.inference_mode()
 def step(
     few: FewRows, cache: Cache, tokens: np.ndarray, slots: np.ndarray, plan: StepPlan, sparse: bool, draft: bool,
-    timed: bool = False,
+    timed: bool,
 ) -> tuple[Cache, StepOutput] | None:  # fmt: skip
     """`Decoder.step`; None, and nothing done, where a step does not consist of these calls alone, or helpers are to
     make them (`Team.serves`)."""

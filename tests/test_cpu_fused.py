@@ -204,7 +204,7 @@ def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, correction_tokens, 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_run_takes_it_in_every_layer_of_every_step(whole, monkeypatch):
-    """Whose steps are timed on a CPU, all of them, in one call or layer by layer."""
+    """A CPU times every step, whether it is one call or runs layer by layer."""
     monkeypatch.setattr(openmp, "LATE_NS", 10**12)  # a busy machine must not bring helpers
     monkeypatch.setattr(kernels_of(bound("cuda", "numba")).team, "patience", openmp.Patience())
     steps_made, run_all = [], openmp.Team.run_all

@@ -223,7 +223,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
 
 
 def test_attention_waits_for_the_row_of_its_task():
-    """Of a row whose groups are not listed yet, and nothing is read where its thread failed."""
+    """A task waits until the groups of its row are listed, and reads nothing where the thread of the row failed."""
     backend = bound("cuda", "numba")
     s = filled(backend, Case((600,), EpsConfig.of(method="rq")))
     scores = backend.score(s.cache, 0, s.native, s.plan)

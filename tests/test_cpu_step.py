@@ -45,7 +45,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def steps_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many calls each whole step made."""
+    """Return the list of whole steps so far: the number of calls of each."""
     made: list[int] = []
     real = openmp.Team.run_all
 
@@ -285,7 +285,7 @@ def test_what_a_step_does_not_support_runs_layer_by_layer(steps_made: list[int])
 
 
 def test_whole_steps_tell_the_time_of_their_layers(steps_made: list[int]) -> None:
-    """Of sparse ones, when they are asked: `run` asks every step."""
+    """Sparse layers have times in each step that asks for them, as every step of `run` does."""
     records, _ = decoded(tiny_models.saved("llama2"), RQ, "float32", PROMPTS[:1], time_every=2)
     assert len(steps_made) >= STEPS - 1
     assert [one.eps_prepass_ms is not None for one in records] == [True, False] * (STEPS // 2)
@@ -324,7 +324,7 @@ def test_keys_that_are_not_finite_are_refused(steps_made: list[int]) -> None:
     assert len(steps_made) == 2
     norm[:] = kept
     with torch.inference_mode():
-        cache.finite[0] &= False  # by a write that nobody asked about
+        cache.finite[0] &= False  # as an earlier write that was not checked leaves it
     with pytest.raises(ConfigError, match="NaN or Inf in K of layer 0"):
         step(True) and step(False)
 
@@ -341,7 +341,7 @@ def test_a_cache_of_another_shape_is_refused(steps_made: list[int]) -> None:
 
 
 def test_a_thread_that_fails_is_raised_and_the_next_step_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a failed call left in the counters is gone: the step is made again, over the same cache."""
+    """The step is made again over the same cache: a failed call leaves no counter behind."""
     path = tiny_models.saved("llama2")
     plain = [output.logits for _, output in steps_of(path, True)]
     real, fails = openmp._start, []

@@ -107,6 +107,7 @@ def test_the_page_shows_what_the_steps_read_and_the_run_stays_the_same(
     for name in ("text", "tokens", "bytes_ratio", "kl_mean", "kl_max", "top1_agreement", "prompt_tokens"):
         assert result[name] == plain[name], name
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.jsonl", "p.html"]
+    assert "note    layers were called one by one for the page" in done.out + done.err
     page, (trace,) = (tmp_path / "p.html").read_text(), traced
     checked(page)
 

@@ -87,7 +87,7 @@ def attend(
             break
         b, head = part // num_heads, part % num_heads
         row, r = b * kv_heads + head // repeat, head % repeat
-        if len(ready):  # of a row without a task nobody waited for yet
+        if len(ready):  # a row that lists nothing has no task, which would have waited
             wait(ready, row, 1)
         most, mass = np.float32(-np.inf), np.float32(0)
         for task in range(starts[row], starts[row + 1]):

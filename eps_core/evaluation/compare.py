@@ -312,6 +312,7 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
                 session.backend, session.device, session.kernels, session.one_unit(), session.spec.num_heads, config,
                 session.spec.max_context, not session.spec.windowed,
             ),
+            watched=reads is not None,
         )  # fmt: skip
         return display.report(ran, dense, eps, out, divergence.summary(), layer)
 

@@ -22,6 +22,7 @@ class Ran:
     verify: SpeculativeConfig = SpeculativeConfig()  # noqa: RUF009  of the EPS side
     labels: tuple[str, str] = ("dense", "EPS")  # what the two sides are called
     pays: PaysFrom | None = None  # see `pays.timing`
+    watched: bool = False  # for a page every layer was called by itself, on both sides
     sparse_layers_of: str | None = (
         None  # where an engine leaves layers dense: how many are sparse, of which bytes speak
     )
@@ -117,7 +118,11 @@ def report(
     out.write(f"\n{table}\n")
     if dense_summary and eps_summary:
         paced = ran.verify.draft is None
-        note = slower_note(ran.labels[1], max(ran.prompt_lengths), dense_summary, eps_summary, ran.pays, paced)
+        note = (
+            "layers were called one by one for the page: without it both sides may be faster"
+            if ran.watched
+            else slower_note(ran.labels[1], max(ran.prompt_lengths), dense_summary, eps_summary, ran.pays, paced)
+        )
         out.write("" if note is None else f"note    {note}\n")
     return {
         **ran.identity,

@@ -137,10 +137,15 @@ class TorchKernels(CpuKernels):
         self.team.run(kernel, phases, *args, alone=alone)
 
 
-def _unsupported_ready(cache: Any, layer: int, q: Tensor, plan: StepPlan) -> str | None:
-    cache_config = cache.cache_config
-    if cache.spec.quantised or cache_config.has_bounds or cache_config.correction_tokens:
-        return "quantized K and V, bounds or a skipped-mass correction"
+def unsupported_whole(cache: Any, layer: int, q: Any, plan: StepPlan) -> str | None:
+    """Return the part of a layer that no whole step supports, in a few words, or None."""
+    cache_config, spec = cache.cache_config, cache.spec
+    if spec.quantised or spec.dtype == "float16":
+        return f"K and V in {spec.dtype}, {spec.k_bits} and {spec.v_bits} bits"
+    if cache_config.has_bounds or cache_config.correction_tokens:
+        return "bounds or a skipped-mass correction"
+    if cache_config.enabled and not cache_config.method_spec.coded:
+        return f"method {cache_config.method}"
     return None if is_dense(plan, layer) else unsupported_layer(cache, layer, q, plan)
 
 
@@ -156,5 +161,5 @@ def _unsupported_rows(cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.nd
 kernels = TorchKernels()
 KERNELS = replace(
     kernels.table(), place_rows=Kernel(kernels.place_rows, _unsupported_rows),
-    ready_layer=Kernel(kernels.ready_layer, _unsupported_ready),
+    ready_layer=Kernel(kernels.ready_layer, unsupported_whole),
 )  # fmt: skip
