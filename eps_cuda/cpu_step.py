@@ -19,7 +19,7 @@ from eps_core.attention.protocol import Selection
 from eps_core.attention.stats import LayerStats, StepOutput
 from eps_core.cpu import calls, openmp
 from eps_core.cpu.kernels import FusedOutput
-from eps_core.kv_cache.counts import check_query, check_write
+from eps_core.kv_cache.counts import check_write
 from eps_core.kv_cache.groups import plan_alike
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.arrays import check_finite, invalidate
@@ -161,7 +161,6 @@ def step(
         return None
     spec, own, batch, slots = cache.spec, few.spec, len(tokens), np.asarray(slots, np.int64)
     check_write(spec, cache.cache_config, [(batch, own.num_kv_heads, own.head_dim)] * 2, slots)
-    check_query(spec, (batch, own.num_heads, own.head_dim))
     if draft:
         for layer in range(spec.num_layers):
             invalidate(cache, layer, slots)
