@@ -1,5 +1,4 @@
-"""The MLX backend: Apple GPUs through Metal, and CPUs. Array operations only; see
-eps_core.attention.protocol.Backend."""
+"""The MLX backend: Apple GPUs through Metal, and CPUs; see eps_core.attention.protocol.Backend."""
 
 import platform
 from importlib.metadata import version

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures speed on this machine and makes its raw files for results/README.md: one layer at 32k against the fastest
+# Measures speed on this machine and makes its raw files for results/speed.md: one layer at 32k against the fastest
 # dense attention, how cost grows from 4k to 128k, a whole decode step of SmolLM2 at 8,000 tokens.
 # About 10 minutes on 2 idle cores; times are of this machine alone.
 # Usage: scripts/speed.sh [output folder, default results]

@@ -3,7 +3,7 @@
 Nothing here waits for the device. Kernels score `rq` unless it has bounds of its own: where array operations make
 bounds they make the estimate with them, and a kernel of the estimate alone would save nothing. Kernels choose groups by
 topk per kv head; the masks of other policies, of scope union and of head modes come from array operations, and a kernel
-lists them (`listing`). Attention, of rows too, and skipped mass have kernels whatever was chosen.
+lists them (`listing`). Attention, of rows too, has kernels whatever was chosen.
 """
 
 from collections.abc import Callable

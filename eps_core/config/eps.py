@@ -204,7 +204,7 @@ class EpsConfig:
 
     def for_device(self, device: str) -> Self:
         """The same for a cache on a device. A GPU of CUDA scores codes at once: reading them in stages saves bytes and
-        takes longer there (results/speed.md). What was given stays."""
+        takes longer there (results/gpu.md). What was given stays."""
         if device != "cuda" or self.cache_config.parts == 1 or {"cascade", "rescore"} & self.given.keys():
             return self
         return self.replace(cascade=(), rescore=1.0)
