@@ -8,6 +8,7 @@ import pytest
 from kernel_scenes import Case, Filled, check_state, query, slack
 
 from eps_core import reference
+from eps_core.attention.layer import attend_prefill
 from eps_core.backend import attention
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
@@ -80,6 +81,34 @@ def check_rows(backend, device, case: Case, dtype: str) -> None:
     assert plain.selected_lse is None
     np.testing.assert_array_equal(backend.to_numpy(plain.out), out)
     np.testing.assert_array_equal(backend.to_numpy(plain.lse), lse)
+
+
+PREFILLED = [
+    Case((300,), (300,), num_heads=14, num_kv_heads=2, head_dim=64, dtype="bfloat16", block_size=64),
+    Case((530,), (217,), num_heads=9, num_kv_heads=3, head_dim=64, dtype="bfloat16", block_size=64),
+    Case((900,), (400,), num_heads=2, num_kv_heads=2, head_dim=32),  # two blocks
+    Case((70,), (1,)),
+    Case((290,), (150,), num_heads=8, num_kv_heads=1, head_dim=64, block_size=64, bits=(8, 4)),
+]
+
+
+@pytest.mark.kernels("numba", arrays=False)
+@pytest.mark.parametrize("case", PREFILLED, ids=str)
+def test_a_chunk_of_a_prompt(target, case) -> None:
+    """Block by block by kernels, whose bits of a token do not depend on how the prompt is cut."""
+    backend, device = target
+    filled = Filled(backend, device, case, np.random.default_rng(1))
+    (length,), (num_rows,) = case.lengths, case.num_rows
+    q = query(case, filled.rng, dtype=case.dtype)
+
+    def outputs(first: int) -> np.ndarray:
+        asked = backend.from_numpy(q[first:], case.dtype, device)
+        return backend.to_numpy(attend_prefill(backend, filled.cache, 0, asked, filled.table[0], length))
+
+    got, want = outputs(0), reference.attend_rows(filled.judge, 0, q.astype(np.float64), filled.rows())
+    check_state(case, q, case.dtype, (got, want.lse.astype(np.float32)), (want.out, want.lse))
+    for first in {1, 37, num_rows // 2, num_rows - 1} & set(range(num_rows)):
+        np.testing.assert_array_equal(outputs(first), got[first:])
 
 
 def check_fetched(filled: Filled, rows: Rows) -> None:

@@ -50,6 +50,7 @@ class KernelTable:
     add_correction: Kernel | None = None
     skipped_mass: Kernel | None = None
     attend_fused: Kernel | None = None  # a whole layer; the functions above serve where it does not
+    attend_prefill: Kernel | None = None  # a chunk of a prompt, from the pool; `attend_chunk` serves where it does not
     # a layer's attention made ready once, as whole steps repeat it: a function that computes it again
     ready_layer: Kernel | None = None
     # groups and counts of a mask of array operations

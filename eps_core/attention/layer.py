@@ -119,6 +119,14 @@ def fused_sparse_attention(backend: Backend, cache: Any, layer: int, q: Array, p
     return found
 
 
+def attend_prefill(backend: Backend, cache: Any, layer: int, q: Array, table: np.ndarray, length: int) -> Array:
+    """Return out [N, Hq, D] of the last N of a sequence's `length` tokens, whose K and V are in the cache: q [N, Hq, D]
+    unscaled, table [M]. Each attends to all before it and to itself."""
+    kernel = backend.kernel_of(cache, "attend_prefill")
+    out = None if kernel is None else kernel(cache, layer, q, table, length)
+    return backend.attend_chunk(cache, q, *backend.read_kv(cache, layer, table, length)) if out is None else out
+
+
 def dense_read(cache: Any, plan: StepPlan) -> LayerRead:
     """Return the read of a layer that attends densely: every group of every sequence."""
     spec, cache_config = cache.spec, cache.cache_config

@@ -78,12 +78,20 @@ class CpuKernels:
             out, lse = kernels.attend(cache, layer, query, plan, listed, self.pools(cache), self.run)
             return self.ops.cast(self.array(out), q.dtype), self.array(lse)
 
-    def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None) -> RowsRead:
+    def attend_prefill(self, cache: Any, layer: int, q: Array, table: np.ndarray, length: int) -> Array:
+        """See `attention.layer.attend_prefill`: attention of rows, block by block of the chunk."""
+        block_rows = max(kernels.PREFILL_LANES * cache.spec.num_kv_heads // q.shape[1], 1)
+        rows = Rows.in_blocks(table, length, len(q), block_rows)
+        return self.attend_rows(cache, layer, q, rows, task_tokens=kernels.PREFILL_TASK_TOKENS).out
+
+    def attend_rows(
+        self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None, **more: int
+    ) -> RowsRead:
         with self.place(cache):
             listed = None if selected_mask is None else self.host(self.ops.boolean(selected_mask))
             query, is_short = self.host(self.ops.float32(q)), q.dtype == self.ops.dtypes["bfloat16"]
             out, lse, selected = kernels.attend_rows(
-                cache, layer, query, is_short, rows, listed, self.pools(cache), self.run
+                cache, layer, query, is_short, rows, listed, self.pools(cache), self.run, **more
             )
             selected_lse = None if selected is None else self.array(selected)
             return RowsRead(self.ops.cast(self.array(out), q.dtype), self.array(lse), selected_lse)
@@ -137,6 +145,7 @@ class CpuKernels:
             add_correction=Kernel(self.add_correction),
             skipped_mass=Kernel(self.skipped_mass, _unsupported_sum),
             attend_fused=Kernel(self.attend_fused, unsupported_layer),
+            attend_prefill=Kernel(self.attend_prefill, unread_codes),
             settle=settle,
         )
 

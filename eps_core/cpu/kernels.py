@@ -22,7 +22,9 @@ from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 
 Run = Callable[..., None]
-ROWS_TASK_TOKENS = 1024  # of attention of rows, about: fixed, so that the bits of a row are
+# of attention of a few rows, and of a prompt's blocks, about: fixed, so that the bits of a row are
+ROWS_TASK_TOKENS, PREFILL_TASK_TOKENS = 1024, 16384
+PREFILL_LANES = 384  # query heads times tokens of a block of a prompt, whose sums stay in a thread's second cache
 
 
 class FusedOutput(NamedTuple):
@@ -110,16 +112,16 @@ def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Ho
 
 def attend_rows(
     cache: Any, layer: int, q: np.ndarray, is_short: bool, rows: Rows, selected_mask: np.ndarray | None, host: Host,
-    run: Run,
+    run: Run, task_tokens: int = ROWS_TASK_TOKENS,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
     """The fields of `RowsRead` for q [T, Hq, D] float32, of bfloat16 numbers where it `is_short`, visit [T, Hkv, G]
-    bool."""
+    bool. A task takes about `task_tokens` tokens of K and V."""
     cache_config, spec = cache.cache_config, cache.spec
     q = np.ascontiguousarray(q)
     kv_heads, unit_tokens = spec.num_kv_heads, cache_config.unit_tokens
     _, num_heads, head_dim = q.shape
     (k, k_strides), (v, v_strides) = (host.rows(pool[layer], spec.dtype) for pool in (cache.k, cache.v))
-    per_task = max(ROWS_TASK_TOKENS // unit_tokens, 1) * unit_tokens
+    per_task = max(task_tokens // unit_tokens, 1) * unit_tokens
     tasks = np.repeat(-(-rows.lengths // per_task), kv_heads)  # of every (sequence, kv head)
     lanes = -(-rows.num_rows * (num_heads // kv_heads) // vectors.LANES) * vectors.LANES
     lanes = np.repeat(lanes, kv_heads)

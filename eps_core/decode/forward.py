@@ -122,10 +122,9 @@ class Decoder:
         def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
             nonlocal cache
             cache = backend.write_kv(cache, layer, k, v, slots)
-            keys, values = backend.read_kv(cache, layer, table, length)
-            out = self.layers[layer].chunk(cache, q, keys, values)
+            out = self.layers[layer].chunk(cache, q, table, length)
             if self.watch is not None:
-                self.watch(cache, layer, q, keys, length)
+                self.watch(cache, layer, q, backend.read_kv(cache, layer, table, length)[0], length)
             return out
 
         with model.scope():

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.attention.layer import sparse_attention
+from eps_core.attention.layer import attend_prefill, sparse_attention
 from eps_core.attention.protocol import Backend
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
@@ -131,7 +131,7 @@ def _results(
 ) -> dict[str, np.ndarray]:
     """Everything that a sparse step and a dense one compute, and a pass that verifies. Groups are not compared where
     estimates are: their rounding may swap two that are nearly equal, so both sides rank the same made-up ones."""
-    parts = ["write", "dense attention", *(["verify pass"] if verified else [])]
+    parts = ["write", "prefill", "dense attention", *(["verify pass"] if verified else [])]
     parts += ["score", "select", "attend", "correction", "step"] if config.cache_config.enabled else []
 
     def begin(part: str) -> None:
@@ -150,14 +150,16 @@ def _results(
     units = -(-length // config.cache_config.unit_tokens)
     plan = StepPlan.of(config, np.arange(units, dtype=np.int32)[None], np.array([length]))
     query = backend.from_numpy(q, spec.dtype, device)
+    factors = np.linspace(-1, 1, VERIFIED_ROWS, dtype=np.float32)[:, None, None]
+    turned = backend.from_numpy(q * factors, spec.dtype, device)
+    begin("prefill")
+    prefilled = attend_prefill(backend, cache, 0, turned, plan.table[0], length)
+    results = {"prefill outputs": backend.to_numpy(prefilled).astype(np.float32)}
     begin("dense attention")
     states: dict[str, Any] = {"dense": backend.attend(cache, 0, query, plan, None)}
-    results: dict[str, np.ndarray] = {}
     if verified:
         begin("verify pass")
         rows = Rows.of(plan.table, plan.lengths, np.array([VERIFIED_ROWS]))
-        factors = np.linspace(-1, 1, VERIFIED_ROWS, dtype=np.float32)[:, None, None]
-        turned = backend.from_numpy(q * factors, spec.dtype, device)
         listed = np.zeros((VERIFIED_ROWS, spec.num_kv_heads, plan.num_groups), np.float32)
         listed[..., ::3] = 1
         read = backend.attend_rows(cache, 0, turned, rows, backend.from_numpy(listed, "float32", device) > 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.attention.layer import Clock, LayerRead, dense_read, sparse_attention
+from eps_core.attention.layer import Clock, LayerRead, attend_prefill, dense_read, sparse_attention
 from eps_core.attention.protocol import Array, Backend, RowsRead, Selection
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
@@ -23,9 +23,9 @@ class FullLayer:
     backend: Backend
     layer: int
 
-    def chunk(self, cache: Any, q: Array, k: Array, v: Array) -> Array:
-        """out [N, Hq, D] of the last N of T tokens: q [N, Hq, D], k, v [T, Hkv, D]."""
-        return self.backend.attend_chunk(cache, q, k, v)
+    def chunk(self, cache: Any, q: Array, table: np.ndarray, length: int) -> Array:
+        """`attention.attend_prefill`."""
+        return attend_prefill(self.backend, cache, self.layer, q, table, length)
 
     def dense(self, cache: Any, q: Array, plan: StepPlan) -> Array:
         """out [B, Hq, D] of a dense step, whose K and V are in the cache."""
@@ -64,7 +64,8 @@ class WindowLayer(FullLayer):
 
     window: int
 
-    def chunk(self, cache: Any, q: Array, k: Array, v: Array) -> Array:
+    def chunk(self, cache: Any, q: Array, table: np.ndarray, length: int) -> Array:
+        k, v = self.backend.read_kv(cache, self.layer, table, length)
         first = max(len(k) - len(q) - self.window + 1, 0)
         ages = (len(k) - len(q) + np.arange(len(q)))[:, None] - np.arange(first, len(k))
         return self.backend.attend_chunk(cache, q, k[first:], v[first:], (ages >= 0) & (ages < self.window))

@@ -29,6 +29,14 @@ class Rows(Shared):
             raise ValueError(f"rows {num_rows.tolist()} of sequences of {lengths.tolist()} tokens: 1 to all of them")
         return cls(np.ascontiguousarray(table, np.int32), lengths, num_rows)
 
+    @classmethod
+    def in_blocks(cls, table: np.ndarray, length: int, num_rows: int, block_rows: int) -> Self:
+        """The last `num_rows` tokens of one sequence of `length`, table [M], as if each `block_rows` of them were
+        a sequence that ends there."""
+        first = length - num_rows
+        ends = np.append(np.arange(first + block_rows, length, block_rows), length)
+        return cls.of(np.repeat(table[None], len(ends), axis=0), ends, np.diff(ends, prepend=first))
+
     def kv_bytes(self, spec: CacheSpec) -> int:
         """Return the bytes of K and V that the pass reads in one layer: a sequence's once for all of its rows."""
         return int(self.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes

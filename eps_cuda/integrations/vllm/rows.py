@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.attention.layer import attend_prefill
 from eps_core.backend.cache import write_rows
 from eps_core.errors import require
 from eps_cuda.integrations.vllm.backends import real_rows
@@ -72,8 +73,10 @@ class PlainRows(Route):
             forward.put(output, runtime.attend(place, q, forward.plan, dense))
         for row in forward.others.tolist():
             tokens = slice(int(forward.starts[row]), int(forward.starts[row + 1]))
-            k, v = self.backend.read_kv(cache, place, forward.table[row], int(forward.lengths[row]))
-            output[tokens] = self.backend.attend_chunk(cache, query[tokens], k, v).to(output.dtype)
+            out = attend_prefill(
+                self.backend, cache, place, query[tokens], forward.table[row], int(forward.lengths[row])
+            )
+            output[tokens] = out.to(output.dtype)
 
 
 class StridedRows(Route):

