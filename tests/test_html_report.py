@@ -21,9 +21,7 @@ from eps_core.report.page import page
 from eps_core.report.style import PAGE_DARK, PAGE_LIGHT, PALETTE
 
 ROOT = Path(__file__).parent.parent
-SECTIONS = (
-    "quality", "kept", "tasks", "visited", "time", "certificate", "heads", "runs", "skipped", "inputs",
-)  # fmt: skip
+SECTIONS = ("quality", "tasks", "visited", "time", "certificate", "heads", "runs", "skipped", "inputs")
 VOID = {"meta", "input", "br"}
 
 
@@ -91,10 +89,6 @@ def whole_results() -> dict[str, list[dict[str, Any]]]:
     return {
         "grid.jsonl": grid, "run.jsonl": run, "evaluate.jsonl": evaluated, "asked.jsonl": asked,
         "replay.jsonl": [{"type": "replay"}] * 3,
-        "memory.jsonl": [
-            cell(policy="snapkv", kept_share=0.5, kv_bits=[8, 8], bytes_kept_ratio=0.3, budget=0.1),
-            cell(policy="off", method="off", kv_bits=[8, 4], bytes_kept_ratio=None),
-        ],
     }  # fmt: skip
 
 
@@ -146,8 +140,8 @@ def checked(html: str) -> None:
 def test_the_page_of_everything(tmp_path: Path) -> None:
     html = page(load_results(write(tmp_path, whole_results())))
     checked(html)
-    # two plots for each of 3 contexts and of bytes kept, tasks, text, visited, time, error bounds, six maps
-    assert html.count("<svg") == 6 + 2 + 2 + 3 + 6
+    # two plots for each of 3 contexts, tasks, text, visited, time, error bounds, six maps
+    assert html.count("<svg") == 6 + 2 + 3 + 6
     assert "16,384" not in html  # a verified cell, whose text is the dense one
     assert html.count("<figcaption>") == html.count('role="img"') == html.count("<svg")
     assert "No data" not in html
@@ -161,7 +155,7 @@ def test_a_page_of_nothing_says_so_in_every_section(tmp_path: Path) -> None:
     html = page(load_results([tmp_path / "empty.jsonl"]))
     checked(html)
     assert "empty.jsonl holds no results" in html and "<svg" not in html
-    assert html.count("No data") == 9  # all but the inputs
+    assert html.count("No data") == 8  # all but the inputs
 
 
 def test_a_field_that_is_missing_everywhere_leaves_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

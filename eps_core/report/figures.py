@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.report.style import DASHES, GRID, INK, MARKERS, PALETTE, colour, need, svg
+from eps_core.report.style import DASHES, GRID, INK, MARKERS, colour, need, svg
 
 MAX_CURVES = 12  # past this a legend is unreadable: methods then share one colour and show their best front
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
@@ -37,14 +37,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y) in order of x. `joined` False: single cells, of which the lowest front is drawn as a line. `colour`
-    of the palette; without, the method's."""
+    """Points (x, y) in order of x. `joined` False: single cells, of which the lowest front is drawn as a line."""
 
     name: str
     points: list[tuple[float, float]]
     method: str
     joined: bool = True
-    colour: int | None = None
 
 
 def _draw(height_inches: float, caption: str, plot: Callable[[Any, Any], None]) -> Figure:
@@ -78,8 +76,7 @@ def curves(
         for index, curve in enumerate(drawn):
             points = [point for point in curve.points if not log_y or point[1] > 0]
             xs, ys = zip(*points, strict=True)
-            tint = colour(curve.method) if curve.colour is None else PALETTE[curve.colour % len(PALETTE)]
-            style: dict[str, Any] = {"color": tint, "marker": MARKERS[index % len(MARKERS)]}
+            style: dict[str, Any] = {"color": colour(curve.method), "marker": MARKERS[index % len(MARKERS)]}
             style["linestyle"] = DASHES[variants[curve.method] % len(DASHES)]
             variants[curve.method] += 1
             if not curve.joined:

@@ -11,9 +11,7 @@ Milliseconds = Annotated[float, Between(0, 1e12)]
 Points = tuple[tuple[float | None, float | None], ...]
 
 _FIELDS: dict[str, Any] = {
-    **dict.fromkeys(
-        ("type", "method", "policy", "rewrite", "scope", "heads", "device", "model", "backend", "task"), Name
-    ),
+    **dict.fromkeys(("type", "method", "policy", "scope", "heads", "device", "model", "backend", "task"), Name),
     **dict.fromkeys(
         (
             "context_tokens", "prompt_tokens", "batch", "index", "num_needles", "num_samples", "needles_answered",
@@ -25,13 +23,13 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("alpha", "budget", "byte_budget", "epsilon", "tau", "rescore", "num_recent_tokens"), Setting),
     **dict.fromkeys(
         (
-            "bytes_ratio", "bytes_kept_ratio", "kept_share", "selected_ratio", "always_selected_ratio", "acceptance",
+            "bytes_ratio", "selected_ratio", "always_selected_ratio", "acceptance",
             "temperature", "draft_ratio", "tokens_per_round", "draft_kl_mean", "skipped_mass_bound_max",
             "skipped_mass_true_max",
         ),
         Ratio,
     ),
-    **dict.fromkeys(("kl_mean", "kl_low", "kl_high", "kl_max"), Nats),
+    **dict.fromkeys(("kl_mean", "kl_max"), Nats),
     **{
         f"{clock}_ms_p{part}": Milliseconds
         for clock in ("decode", "dense_decode", "prepass", "attention")
@@ -40,8 +38,6 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("setting", "config", "request", "verified"), dict[str, Any]),
     "skipped": Annotated[str, Between(0, 10_000)],
     "strict": bool,
-    "settings": dict[str, bool | Setting],  # of a rewrite
-    "kv_bits": tuple[Count | Name, Count | Name],
     "top1_agreement": Share,
     "mass_pairs": Points,
     "selected_ratio_by_layer_and_head": tuple[tuple[Share, ...], ...],

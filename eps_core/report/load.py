@@ -22,7 +22,6 @@ class Results:
     names: list[str] = field(default_factory=list)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)  # file -> type -> lines
     cells: list[Line] = field(default_factory=list)
-    kept: list[Line] = field(default_factory=list)  # cells of variants that differ in what they keep
     failed: list[Line] = field(default_factory=list)  # cells of a grid that were not measured since
     runs: list[Line] = field(default_factory=list)  # of run --metrics: {"run", "steps", "summary"}
     tasks: list[Line] = field(default_factory=list)  # of evaluate, with the settings and the model of their run
@@ -63,7 +62,7 @@ def _load(results: Results, name: str, path: Path) -> dict[str, int]:
             open_run = {"file": name, "run": line, "steps": [], "summary": {}}
         elif kind == "cell":
             inherited: Line = {key: run[key] for key in ("device", "model", "context_tokens") if key in run}
-            (results.kept if "bytes_kept_ratio" in line else results.cells).append({**inherited, **line, "file": name})
+            results.cells.append({**inherited, **line, "file": name})
             failed.pop(repr(line.get("index")), None)
         elif kind == "failed":
             failed[repr(line.get("index"))] = line

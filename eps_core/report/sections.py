@@ -11,7 +11,7 @@ import numpy as np
 from eps_core.config.cache import coded_methods
 from eps_core.io.records import number
 from eps_core.report import cells as of
-from eps_core.report import evaluated, kept
+from eps_core.report import evaluated
 from eps_core.report.cells import Table, field, form, loss_points, p95_saved_percent, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, heat_map, scatter
 from eps_core.report.kinds import Line
@@ -46,11 +46,12 @@ def sections_of(results: Results) -> list[Section]:
         cell
         for cell in results.cells
         # verified text is the dense one: it has no place among texts that may differ
-        if number(cell.get("bytes_ratio")) is not None and not isinstance(cell.get("verified"), dict)
+        if number(cell.get("bytes_ratio")) is not None
+        and not isinstance(cell.get("verified"), dict)
+        and "bytes_kept_ratio" not in cell  # of variants that differ in more than what they read
     ]
     return [
         Section("quality", "Quality against bytes", _quality(cells)),
-        Section("kept", "Bytes read and bytes kept", _kept(results.kept)),
         Section("tasks", "Tasks and text", _evaluated(results)),
         Section("visited", "Visited ratio against context", [_visited(cells, results.runs)]),
         Section("time", "Decode time", [_time(cells)]),
@@ -69,11 +70,6 @@ def _evaluated(results: Results) -> list[Part]:
         if lines
     ]
     return parts or [Part(nothing="no task and no text (eps-proto evaluate -o)")]
-
-
-def _kept(cells: list[Line]) -> list[Part]:
-    parts = [Part(title, "", *kept.drawn(title, group)) for title, group in of.titled(cells)]
-    return parts or [Part(nothing="no variant that keeps less (scripts/experiments/memory/run.py)")]
 
 
 def _quality(cells: list[Line]) -> list[Part]:

@@ -8,8 +8,6 @@ from eps_core.decode.session import Session
 from eps_core.eviction.config import EvictionConfig
 from eps_core.eviction.table import POLICIES
 from eps_core.models.config import DEMO_MODEL
-from eps_core.report import kept
-from experiments.kv_formats import run as rewrites
 from experiments.memory.run import EVERY, SHARES, Plan, Variant, table_cells, tally_document, variants
 
 
@@ -17,22 +15,10 @@ def test_the_arms_of_a_table() -> None:
     found, whole = variants((0.5, 0.25)), [name for name in POLICIES if POLICIES[name].SPEC.prompt]
     assert not set(whole) & {variant.keep.policy for variant in found}, "of these a share says nothing"
     assert len(set(found)) == len(found) == len(variants()) - 2 * (len(POLICIES) - len(whole)) and len(SHARES) == 4
-    by_family: dict[str, int] = {}
-    for variant in found:
-        name = kept.family(
-            {
-                "policy": variant.keep.policy,
-                "kv_bits": list(variant.kv_bits),
-                "method": variant.config.cache_config.method,
-            }
-        )
-        by_family[name] = by_family.get(name, 0) + 1
-    others = {
-        kept.family({"rewrite": variant.rewrite, "method": variant.config.cache_config.method})
-        for variant in rewrites.variants()
+    parts = {
+        (variant.keep.enabled, variant.kv_bits != (16, 16), variant.config.cache_config.enabled) for variant in found
     }
-    others.add(kept.family({"state": {}}))
-    assert {*by_family, *others} == set(kept.FAMILIES), "every family is measured"
+    assert len(parts) == 7, "eviction, codes and EPS in every combination but none of them"
     assert all(
         variant.keep.share == 0.5 for variant in found if variant.keep.enabled and variant.config.cache_config.enabled
     )
