@@ -18,7 +18,6 @@ done
 rm -f "$out"/speed-*.jsonl "$out/whole_step.jsonl"
 for backend in cuda mlx; do
   shape=(--backend "$backend" --context 32768 --dtype bfloat16,float32)
-  $python scripts/bench.py "${shape[@]}" --method box@128 --fraction 0.1,1 -o "$out/speed-coarse-$backend.jsonl"
   $python scripts/bench.py "${shape[@]}" --method rq --bytes 0.1 -o "$out/speed-fine-$backend.jsonl"
 done
 $python scripts/bench.py --backend cuda --scaling --dtype bfloat16 --method rq --bytes 0.1 \

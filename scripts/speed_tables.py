@@ -1,6 +1,6 @@
 """Print the tables of speed from the raw files of scripts/speed.sh and scripts/engine_speed.sh.
 
-    python scripts/speed_tables.py results [layer] [coarse] [scaling] [steps] [engines] [gpu ..]
+    python scripts/speed_tables.py results [layer] [scaling] [steps] [engines] [gpu ..]
 
 A table whose raw file is not there is one sentence that says which script makes it.
 """
@@ -8,64 +8,21 @@ A table whose raw file is not there is one sentence that says which script makes
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from shared import markdown_table
+from shared import markdown_table, rows_of
 
-from eps_core.errors import ConfigError, exit_code
-from eps_core.io import inputs
-from eps_core.io.records import Between, Count, Name, Positive, read_record
-from eps_core.io.schema import current
+from eps_core.errors import exit_code
 
 PLATFORM = {"sdpa gqa", "sdpa rows", "grouped matmul", "flex", "flashinfer"}
-MEND = "run scripts/{} again"  # who wrote the file
-
-# the kinds of what is read back: of a cell of bench and of its variants, of whole steps, in engines and on a GPU
-RATIOS = {"bytes_ratio": Positive, "speedup": Positive}
-SIDE = {"decode_ms_p50": Positive, "tokens_per_s": Positive}
-CELL = {
-    **RATIOS, **dict.fromkeys(("context", "batch", "group_size"), Count),
-    **dict.fromkeys(("method", "best_dense", "dtype"), Name), "arms": dict[str, Any], "best_dense_ms": Positive,
-}  # fmt: skip
-VARIANT = {"ms": Positive, "bytes": Annotated[float, Between(0, 1e18)] | None}
-WHOLE_STEP = {
-    **RATIOS, "prompt_tokens": Positive, **dict.fromkeys(("model", "backend", "dtype"), Name), "dense": SIDE,
-    "eps": SIDE,
-}  # fmt: skip
-ENGINE = {
-    **RATIOS, **dict.fromkeys(("engine", "model", "dtype"), Name),
-    **dict.fromkeys(("context", "dense_tokens_per_s", "eps_tokens_per_s"), Positive),
-}  # fmt: skip
-GPU = {
-    **dict.fromkeys(("context", "batch"), Count), **dict.fromkeys(("step_us", "dense_at_90_percent_us"), Positive),
-    "dense_us": dict[str, Positive], "kernels": dict[str, Any],
-}  # fmt: skip
 GPU_FILES = {"first": "times-first.jsonl", "staged": "times.jsonl", "at once": "times-at-once.jsonl"}
-GPU_STEP = {**dict.fromkeys(("context", "batch", "layers"), Count), "step_ms": dict[str, Positive]}
 
 
-def records(path: Path, kind: str | None, form: Any, script: str = "speed.sh") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, record of `form`) of the lines of a raw file that have this type, of all where it is None."""
-    fix = MEND.format(script)
-    for place, line in inputs.read_jsonl(path, "results", fix):
-        if kind in (None, line.get("type")):
-            yield place, read_record(form, current(line), place, fix)
-
-
-def cells(path: Path, *needed: str) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """Yield (cell of `eps-proto bench -o`, milliseconds of its variants by name); the `needed` ones are there."""
-    fix = MEND.format("speed.sh")
-    for place, cell in records(path, "bench", CELL):
-        ms = {
-            name: read_record(VARIANT, variant, f"{place}: variant {name}", fix)["ms"]
-            for name, variant in cell["arms"].items()
-        }
-        for name in needed:
-            if name not in ms:
-                raise ConfigError(f"{place}: no variant {name}: {fix}")
-        yield cell, ms
+def cells(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Yield (cell of `eps-proto bench -o`, milliseconds of its variants by name)."""
+    for cell in rows_of(path, "bench"):
+        yield cell, {name: variant["ms"] for name, variant in cell["arms"].items()}
 
 
 def table(*head: str, rows: Iterable[Sequence[object]]) -> str:
@@ -77,12 +34,12 @@ def parts_of(ms: dict[str, float], *names: str) -> list[str]:
     return [f"{ms[name]:.2f}" if name in ms else "-" for name in names]
 
 
-def layer_table(folder: Path, kind: str = "fine") -> str:
-    """Return one layer with the default's groups (fine), or with box at 128 tokens (coarse)."""
+def layer_table(folder: Path) -> str:
+    """Return one layer with the default's groups."""
     rows = []
     for backend, name in (("cuda", "Torch"), ("mlx", "MLX")):
-        path = folder / f"speed-{kind}-{backend}.jsonl"
-        for cell, ms in cells(path, "eps dense", "step") if path.is_file() else ():
+        path = folder / f"speed-fine-{backend}.jsonl"
+        for cell, ms in cells(path) if path.is_file() else ():
             best = min((variant for variant in ms if variant in PLATFORM), key=ms.__getitem__, default="eps dense")
             rows.append([
                 f"{name}, {cell['dtype']}", f"`{cell['method']}` {cell['group_size']}", f"{cell['bytes_ratio']:.3f}",
@@ -107,7 +64,7 @@ def scaling_table(folder: Path) -> str:
 
 def step_table(folder: Path) -> str:
     rows = []
-    for _, line in records(folder / "whole_step.jsonl", None, WHOLE_STEP):
+    for line in rows_of(folder / "whole_step.jsonl", "whole_step"):
         dense, eps = line["dense"], line["eps"]
         rows.append([
             line["model"], f"{line['backend']}, {line['dtype']}", f"{int(line['prompt_tokens']):,}",
@@ -126,7 +83,7 @@ def engine_table(folder: Path) -> str:
         [line["engine"], f"{line['model']}, {line['dtype']}", f"{int(line['context']):,}",
          f"{line['dense_tokens_per_s']:.3g}", f"{line['eps_tokens_per_s']:.3g}", f"{line['speedup']:.2f} x",
          f"{line['bytes_ratio']:.3f}"]
-        for _, line in records(folder / "engine_speed.jsonl", None, ENGINE, "engine_speed.sh")
+        for line in rows_of(folder / "engine_speed.jsonl", "engine_speed")
     ]  # fmt: skip
     head = ("engine", "model, dtype", "context", "tokens/s dense (its own)", "sparse", "sparse / dense", "bytes")
     return table(*head, rows=rows)
@@ -134,8 +91,7 @@ def engine_table(folder: Path) -> str:
 
 def gpu_cells(folder: Path, kind: str) -> dict[tuple[int, int], dict[str, Any]]:
     """Return the cells of scripts/gpu_times.py by context and batch."""
-    found = records(folder / "gpu" / GPU_FILES[kind], "layer", GPU, "gpu_check.sh")
-    return {(line["context"], line["batch"]): line for _, line in found}
+    return {(line["context"], line["batch"]): line for line in rows_of(folder / "gpu" / GPU_FILES[kind], "layer")}
 
 
 def gpu_table(folder: Path) -> str:
@@ -166,7 +122,7 @@ def gpu_kernels_table(folder: Path) -> str:
 
 def gpu_step_table(folder: Path) -> str:
     rows = []
-    for _, line in records(folder / "gpu" / "step.jsonl", "step", GPU_STEP, "gpu_check.sh"):
+    for line in rows_of(folder / "gpu" / "step.jsonl", "step"):
         dense, sparse = line["step_ms"].values()
         cell = f"{line['context']:,} x {line['batch']}", line["layers"]
         rows.append([*cell, f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f} x"])
@@ -176,7 +132,6 @@ def gpu_step_table(folder: Path) -> str:
 # the table, the raw files that it is of (any of them), and the script that makes these
 TABLES: dict[str, tuple[Callable[[Path], str], str, str]] = {
     "layer": (layer_table, "speed-fine-*.jsonl", "speed.sh"),
-    "coarse": (partial(layer_table, kind="coarse"), "speed-coarse-*.jsonl", "speed.sh"),
     "scaling": (scaling_table, "speed-scaling.jsonl", "speed.sh"),
     "steps": (step_table, "whole_step.jsonl", "speed.sh"),
     "engines": (engine_table, "engine_speed.jsonl", "engine_speed.sh"),
