@@ -224,29 +224,6 @@ def measure(context: int, batch: int, config: EpsConfig, roof: float, device: st
     }  # fmt: skip
 
 
-def fastest_dense_us(record: dict[str, Any]) -> float:
-    return min([*record["dense_us"].values(), record["dense_at_90_percent_us"]])
-
-
-def goals(records: list[dict[str, Any]]) -> list[str]:
-    """The goals of a layer with what was measured of them."""
-    found = {(record["context"], record["batch"]): record for record in records}
-    lines = []
-    for cell, least in (((65536, 4), 5.0), ((32768, 1), 2.0)):
-        if cell in found:
-            times = fastest_dense_us(found[cell]) / found[cell]["step_us"]
-            word = "met" if times >= least else "missed"
-            lines.append(f"{cell[0]} x {cell[1]}: {times:.2f} times as fast as dense, goal {least:g}: {word}")
-    if (65536, 4) in found:
-        one = found[65536, 4]
-        attention = sum(k["us"] for name, k in one["kernels"].items() if name.startswith(("attend", "merge")))
-        share = (one["step_us"] - attention) / fastest_dense_us(one)
-        lines.append(
-            f"65536 x 4: all but attention takes {share:.0%} of dense, goal 10%: {'met' if share <= 0.1 else 'missed'}"
-        )
-    return lines
-
-
 @click.command()
 @click.option("--cells", default="32768x1,65536x4,131072x1,131072x8", show_default=True, help="context x batch, ...")
 @click.option("--settings", default="{}", show_default=True, help='of EPS, as JSON: {"cascade": [], "rescore": 1.0}')
@@ -267,7 +244,6 @@ def main(cells: str, settings: str, device: str, only_check: bool, output: Path 
     if has_gpu:
         copy, num_bytes = bandwidth_variants(COPY_BYTES, device)["copy"]
         name, roof = torch.cuda.get_device_name(), num_bytes / median_us(copy) / 1000
-    records = []
     with outputs.Output(output, "-o") as place, outputs.JsonlWriter(place) as out:
         out.write({
             "type": "run", "device_name": name, **provenance(eps_cuda.versions()), "copy_gbps": round(roof),
@@ -281,16 +257,12 @@ def main(cells: str, settings: str, device: str, only_check: bool, output: Path 
             if not has_gpu:
                 print(f"{context} x {batch}: the sparse output is right to {record['wrong_by']}")
                 continue
-            records.append(record)
             torch.cuda.empty_cache()
             dense_times = ", ".join(f"{name} {us}" for name, us in record["dense_us"].items())
             print(f"{context} x {batch}: step {record['step_us']} us, dense {dense_times}, "
                   f"at 90 % of the copy's {roof:.0f} GB/s {record['dense_at_90_percent_us']}")  # fmt: skip
             for kernel, one in record["kernels"].items():
                 print(f"    {one['us']:8.1f} us  {one['launches']:5.2f} launches  {kernel}")
-        if records:
-            out.write({"type": "goals", "goals": goals(records)})
-            print("\n".join(goals(records)))
 
 
 if __name__ == "__main__":
