@@ -1,7 +1,8 @@
-"""The parts that several scripts share: Markdown tables, and JSONL files of measured rows."""
+"""The parts that several scripts share: Markdown tables, JSONL files of measured rows, prompts and answers."""
 
 import gzip
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from eps_core.errors import require
 from eps_core.io import outputs
+from eps_core.tasks.sizing import Encode
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]], rule: str = " --- ") -> str:
@@ -37,3 +39,28 @@ def appended(path: Path, inputs: Mapping[str, Path] | None = None) -> Iterator[o
         kept_bytes = output.file.stat().st_size if output.file is not None and output.file.exists() else 0
         with outputs.JsonlWriter(output, kept_bytes) as writer:
             yield writer
+
+
+def cut(text: str, encode: Encode, num_tokens: int) -> str:
+    """Return the longest start of `text` of at most `num_tokens` tokens, special ones left out, found by halving."""
+    low, high = 0, len(text)
+    if len(encode(text, special=False)) <= num_tokens:
+        return text
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(encode(text[:middle], special=False)) <= num_tokens:
+            low = middle
+        else:
+            high = middle
+    return text[:low]
+
+
+def answers(said: str, answer: str) -> bool:
+    """Return whether a text begins with a number, white space left out, and not with a longer one."""
+    return re.match(rf"\s*{re.escape(answer)}(?!\d)", said) is not None
+
+
+def answer_steps(encode: Encode, answer: str, num_digits: int) -> int:
+    """Return the most decode steps that a needle's answer takes: one a digit of `num_digits`, or the number of its
+    tokens where that is larger."""
+    return max(num_digits, len(encode(answer, special=False)))

@@ -17,7 +17,7 @@ from eps_core.evaluation.quality import Answer, table, task_result
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import Sample, needle_document
 from eps_core.tasks.questions import ANSWER_SLACK_TOKENS, Question, fit_question, generated_questions
-from eps_core.tasks.ruler import DEPTHS, known_tasks, make_sample
+from eps_core.tasks.ruler import DEPTHS, TASKS, make_sample
 
 WORDS = "".join(chr(ord("a") + i % 26) for i in range(40))
 # the same on every machine and every Python, with words enough for cwe
@@ -27,7 +27,7 @@ TEXT = b"".join(
     for i in range(6000)
 )
 GOLDEN_TEXT = b"".join(b"line %d of a text that never changes\n" % i for i in range(2000))
-PLACED = [name for name in known_tasks() if name not in ("cwe", "fwe")]
+PLACED = [name for name in TASKS if name not in ("cwe", "fwe")]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_needle_documents_stay_what_the_demo_model_was_trained_on(arguments, dig
 
 
 @pytest.mark.parametrize("num_bytes", [1500, 20000])
-@pytest.mark.parametrize("task", known_tasks())
+@pytest.mark.parametrize("task", TASKS)
 def test_a_sample_fills_its_bytes_and_follows_from_its_seed(task, num_bytes):
     sample = make_sample(task, TEXT, num_bytes, 3, 0.3)
     assert sample.task == task and 0.9 * num_bytes <= len(sample.prompt.encode()) <= num_bytes
@@ -132,7 +132,7 @@ def test_common_and_frequent_words_are_those_that_a_count_finds():
     assert len({count for _, count in ranked}) == 4  # no ties: the answer is decided
 
 
-@pytest.mark.parametrize("task", known_tasks())
+@pytest.mark.parametrize("task", TASKS)
 def test_what_does_not_fit_is_refused_in_one_line(task):
     with pytest.raises(ConfigError) as error:
         make_sample(task, TEXT, 60, 0)
@@ -156,7 +156,7 @@ def test_a_text_of_long_characters_stays_within_its_bytes():
 
 
 @pytest.mark.parametrize("bytes_per_token", [1, 4])
-@pytest.mark.parametrize("task", known_tasks())
+@pytest.mark.parametrize("task", TASKS)
 def test_questions_fill_a_context_of_tokens_and_leave_room_for_the_answer(task, bytes_per_token):
     def encode(text, special=True):
         return [0] * special + [1] * -(-len(text.encode()) // bytes_per_token)

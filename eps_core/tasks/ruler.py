@@ -40,15 +40,11 @@ FWE_ALPHA = 2  # of the zeta distribution; zeta(2) = pi^2 / 6
 _LONGEST_KEY = "scarlet-mountain-00"
 
 
-def known_tasks() -> list[str]:
-    return list(_GENERATORS)
-
-
 def check_tasks(names: Sequence[str]) -> None:
     """Raises ConfigError at the first name that is no task."""
     for name in names:
-        if name not in _GENERATORS:
-            raise ConfigError(f"task {name!r} is unknown: choose among {', '.join(_GENERATORS)}")
+        if name not in TASKS:
+            raise ConfigError(f"task {name!r} is unknown: choose among {', '.join(TASKS)}")
 
 
 def make_sample(task: str, text: bytes, num_bytes: int, seed: int, depth: float = 0.5) -> Sample:
@@ -58,7 +54,7 @@ def make_sample(task: str, text: bytes, num_bytes: int, seed: int, depth: float 
     anything. Deterministic by all arguments. Raises ConfigError where the task is unknown or does not fit.
     """
     check_tasks([task])
-    sample = _GENERATORS[task](text, num_bytes, seed, depth)
+    sample = TASKS[task](text, num_bytes, seed, depth)
     return sample if sample.lead else replace(sample, lead=sample.prompt.rpartition("Answer: ")[2])
 
 
@@ -268,7 +264,7 @@ def _frequent_words(text: bytes, num_bytes: int, seed: int, depth: float) -> Sam
     return Sample("fwe", head + " ".join(words) + tail, tuple(vocabulary[1 : 1 + FWE_ASKED]))
 
 
-_GENERATORS: dict[str, Callable[[bytes, int, int, float], Sample]] = {
+TASKS: dict[str, Callable[[bytes, int, int, float], Sample]] = {
     "niah_single": partial(_needles_in_demo_format, "niah_single", 0),
     "niah_multikey": partial(_needles_in_demo_format, "niah_multikey", MULTIKEY_DISTRACTORS),
     "niah_digits": partial(_hidden_numbers, "niah_digits", 1, 1, 1, LONG_VALUE_DIGITS),

@@ -1,11 +1,8 @@
 """Prompts of an asked number of tokens of a model's own tokenizer, from builders that take a number of bytes."""
 
-import re
 from collections.abc import Callable
 from math import floor
 from typing import TypeVar
-
-from eps_core.errors import ConfigError
 
 Encode = Callable[..., list[int]]  # text -> tokens; special=False: without those around every text
 T = TypeVar("T")
@@ -48,35 +45,3 @@ def fit(
             if tokens == asked:
                 return made
     return None
-
-
-def cut(text: str, encode: Encode, num_tokens: int) -> str:
-    """The longest start of `text` of at most `num_tokens` tokens, special ones left out; found by halving."""
-    low, high = 0, len(text)
-    if len(encode(text, special=False)) <= num_tokens:
-        return text
-    while high - low > 1:
-        middle = (low + high) // 2
-        if len(encode(text[:middle], special=False)) <= num_tokens:
-            low = middle
-        else:
-            high = middle
-    return text[:low]
-
-
-def check_length(tokens: list[int], num_tokens: int) -> list[int]:
-    """The tokens of a prompt, which are as many as its row says. Raises ConfigError where they are not."""
-    if len(tokens) != num_tokens:
-        raise ConfigError(f"a document has {len(tokens)} tokens and {num_tokens} were asked for: use another context")
-    return tokens
-
-
-def answers(said: str, answer: str) -> bool:
-    """Return whether a text begins with a number, white space left out, and not with a longer one."""
-    return re.match(rf"\s*{re.escape(answer)}(?!\d)", said) is not None
-
-
-def answer_steps(encode: Encode, answer: str, num_digits: int) -> int:
-    """Return the most decode steps that a needle's answer takes: one a digit of `num_digits`, or the number of its
-    tokens where that is larger."""
-    return max(num_digits, len(encode(answer, special=False)))

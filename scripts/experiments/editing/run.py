@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
-from shared import markdown_table
+from shared import answer_steps, answers, markdown_table
+from shared import cut as cut_text
 
 from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.config.cache import CacheConfig
@@ -33,8 +34,7 @@ from eps_core.metrics.terminal import Progress
 from eps_core.models.config import DEMO_MODEL
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS, draw_key, draw_value, filler, line_start, needle_line, question
-from eps_core.tasks.sizing import answer_steps, answers, bytes_per_token
-from eps_core.tasks.sizing import cut as cut_text
+from eps_core.tasks.sizing import bytes_per_token
 from experiments.editing.edits import Span, cut, move, prefilled, splice, written
 
 PARAGRAPH_LINES = 8

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from shared import answer_steps, answers
 
 from eps_core.attention.protocol import Backend
 from eps_core.attention.stats import LayerStats, StepOutput
@@ -27,7 +28,6 @@ from eps_core.metrics.steps import StepRecord, percentile, steady, summarise, un
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import needle_tokens, text_window
-from eps_core.tasks.sizing import answer_steps, answers
 from experiments.grid.grid_settings import Setting
 from experiments.grid.grid_verified import Measured, decode_both, needle_numbers
 

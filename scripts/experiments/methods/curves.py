@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
-from shared import markdown_table
+from shared import answer_steps, answers, markdown_table
 
 from eps_core.cli.numbers import PART, argument
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
+from eps_core.errors import require
 from eps_core.evaluation.runner import DENSE, Document, Outcome, run_document
 from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
 from eps_core.models.chat import has_template, in_chat, render_messages
@@ -27,7 +28,6 @@ from eps_core.summaries.table import method_spec
 from eps_core.tasks.corpus import conversation, haystack, num_topics, plain_chat
 from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import needle_tokens, text_window
-from eps_core.tasks.sizing import answer_steps, answers, check_length
 
 Key = tuple[int, float]  # index of a variant, byte budget
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
@@ -246,7 +246,9 @@ def text_document(
         templated = has_template(session.path)
         said = render_messages(session.path, messages) if templated else plain_chat(messages)
         tokens = session.encode(said, special=not templated, most_tokens=num_tokens)[:num_tokens]
-    return Document.along(check_length(tokens, num_tokens), steps)
+    given = f"a document has {len(tokens)} tokens and {num_tokens} were asked for"
+    require(len(tokens) == num_tokens, f"{given}: use another context")
+    return Document.along(tokens, steps)
 
 
 def needle(session: Session, plan: Documents, index: int) -> tuple[Document, str]:

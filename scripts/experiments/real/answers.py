@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
-from shared import markdown_table, rows_of
+from shared import answers, markdown_table, rows_of
 
 from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
@@ -30,7 +30,6 @@ from eps_core.errors import exit_code, require
 from eps_core.evaluation.runner import DENSE, Document, run_batch
 from eps_core.evaluation.statistics import wilson_interval
 from eps_core.tasks.needle import draw_key, draw_value, needle_line, question
-from eps_core.tasks.sizing import answers
 from experiments.grid.grid_verified import Measured, decode_both
 from experiments.real.run import KINDS, command_line, opened, resumed, text
 

@@ -19,13 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import click
 from random_models import MODELS
-from shared import appended
+from shared import appended, cut
 
 from eps_core.errors import exit_code
 from eps_core.models.config import DEMO_MODEL
 from eps_core.models.tokenizer import load_tokenizer
 from eps_core.tasks.corpus import corpus
-from eps_core.tasks.sizing import cut
 
 
 def prompt_of(model: Path, context: int) -> str:
