@@ -20,9 +20,8 @@ from eps_core.errors import ConfigError
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.paged import Paged
 from eps_core.integrations.settings import Settings
-from eps_core.integrations.verified import Round
+from eps_core.integrations.verified import Round, check_engine
 from eps_cuda.integrations.transformers import EpsCache, eps, open_engine
-from eps_cuda.integrations.vllm.asked import refuse_verified
 
 VERIFIED: dict[str, Any] = {"config": RQ, "verify": "tokens"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -263,8 +262,8 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
         Settings.of({"method": "rq", "draft": 4})
     with pytest.raises(ConfigError, match="method off is dense"):
         Settings.of({"method": "off", "verify": "tokens"})
-    with pytest.raises(ConfigError, match="vllm#47351"):
-        refuse_verified(Settings.of({"method": "rq", "verify": "tokens"}))
+    with pytest.raises(ConfigError, match="vLLM has no place for drafts"):
+        check_engine(Settings.of({"method": "rq", "verify": "tokens"}).verify, "vLLM")
     with pytest.raises(ConfigError, match="one prompt at a time"):
         open_engine(Path("."), Settings.of({"method": "rq", "verify": "tokens"}), num_sequences=2)
 

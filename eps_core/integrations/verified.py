@@ -29,9 +29,15 @@ _COUNTED = ("drafted", "accepted", "new_tokens", "bytes_kv_draft", "bytes_summar
 
 
 def check_engine(verify: SpeculativeConfig, engine: str, num_sequences: int = 1) -> None:
-    """Raises ConfigError for what no engine's own decoding can do, or not for so many prompts at once."""
+    """Raises ConfigError for what no engine's own decoding can do, or not this one's, or not for so many prompts at
+    once."""
     if not verify.enabled:
         return
+    require(
+        engine not in ("vLLM", "SGLang"),
+        f"eps-verify: {engine} has no place for drafts over its own model's cache: leave it out, or take --engine own, "
+        "mlx-lm or transformers",
+    )
     require(num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}, not for {num_sequences}")
     require(
         verify.weights == "full",

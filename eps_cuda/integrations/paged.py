@@ -1,8 +1,10 @@
 """EPS over the K and V that an engine's worker keeps in pages of its own: writes, decode rows, faults, live knobs."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -143,3 +145,20 @@ class PagedRuntime:
         if self.sparse is not None:
             self.sparse.reset()
         self.counts.clear()
+
+
+def scaled(query: Tensor, scaling: float, head_dim: int) -> Tensor:
+    """Return queries as EPS takes them, which scales by 1 / sqrt(D) itself, of an engine that scales by `scaling`."""
+    factor = scaling * math.sqrt(head_dim)
+    return query if math.isclose(factor, 1.0, rel_tol=1e-6) else query.float() * factor
+
+
+def check_plugin(engine: str, group: str, allowed: str | None) -> None:
+    """Raises ConfigError where an engine's processes would not load EPS from its entry points `group`; `allowed`: the
+    names of plugins that they load, None: all."""
+    found = any(point.name == "eps" for point in entry_points(group=group))
+    require(found, f"{engine} does not see EPS in this environment: install it there (pip install -e .)")
+    require(
+        allowed is None or "eps" in allowed.split(","),
+        f"{engine.upper()}_PLUGINS {allowed!r} leaves EPS out: add eps to it, or unset it",
+    )

@@ -8,10 +8,9 @@ it puts subclasses in the place of the attention backends of `asked.HOOKED`, and
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
-from eps_core.errors import one_line, require
+from eps_core.errors import one_line
 from eps_core.integrations.settings import PREFIX, Settings, from_environment, to_environment
 from eps_core.integrations.versions import check_version
 from eps_cuda.device import devices
@@ -39,16 +38,11 @@ def register() -> None:
 
 def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[str]) -> int:
     """See `eps_core.integrations.protocol.EngineModule`. This process becomes SGLang's server."""
+    from eps_cuda.integrations.paged import check_plugin
+
     check_version("sglang")
-    require(
-        any(point.name == "eps" for point in entry_points(group="sglang.srt.plugins")),
-        "SGLang does not see EPS in this environment: install it there (pip install -e .)",
-    )
-    allowed = os.environ.get("SGLANG_PLUGINS")
-    require(
-        not allowed or "eps" in map(str.strip, allowed.split(",")),
-        f"SGLANG_PLUGINS {allowed!r} leaves EPS out: add eps to it, or unset it",
-    )
+    # where the variable is empty, SGLang loads all plugins and vLLM none; SGLang strips spaces
+    check_plugin("SGLang", "sglang.srt.plugins", os.environ.get("SGLANG_PLUGINS", "").replace(" ", "") or None)
     for name in from_environment():
         os.environ.pop(PREFIX + name.upper(), None)
     os.environ.update(to_environment(settings))

@@ -1,7 +1,7 @@
 """Settings that a user asks of EPS in SGLang, and the attention backends that it works in."""
 
-from eps_core.errors import require
 from eps_core.integrations.settings import Settings, from_environment
+from eps_core.integrations.verified import check_engine
 
 HOOKED = ("torch_native", "triton")
 
@@ -13,9 +13,5 @@ def asked() -> Settings | None:
     if flat.get("method", "off") == "off":
         return None
     settings = Settings.of(flat)
-    require(
-        not settings.verify.enabled,
-        "eps-verify: SGLang has no place for drafts over its own model's cache: leave it out, or take --engine own, "
-        "mlx-lm or transformers",
-    )
+    check_engine(settings.verify, "SGLang")
     return settings

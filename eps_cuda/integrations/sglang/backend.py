@@ -1,6 +1,5 @@
 """SGLang's attention backends with EPS: summaries of what is written, and sparse attention of decode batches."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -19,7 +18,7 @@ from eps_core.integrations.plan import Plan
 from eps_core.integrations.settings import Settings
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.cache import new_cache, wait
-from eps_cuda.integrations.paged import PagedRuntime, logger
+from eps_cuda.integrations.paged import PagedRuntime, logger, scaled
 from eps_cuda.integrations.sglang.asked import HOOKED, asked
 from eps_cuda.ops import OPS
 
@@ -174,10 +173,7 @@ class Runtime(PagedRuntime):
                 self.sparse.fall_back(self.cache, place, plan, "further arguments")
             return dense()
         heads, dim = layer.tp_q_head_num, layer.head_dim
-        query = q.reshape(-1, heads, dim)
-        factor = layer.scaling * math.sqrt(dim)  # EPS scales by 1 / sqrt(D) itself
-        if not math.isclose(factor, 1.0, rel_tol=1e-6):
-            query = query.float() * factor
+        query = scaled(q.reshape(-1, heads, dim), layer.scaling, dim)
         out = self.attend(place, query, plan, lambda: dense().view(-1, heads, dim))
         return out.to(q.dtype).reshape(-1, heads * dim)
 

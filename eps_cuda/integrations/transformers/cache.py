@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from eps_core.integrations.settings import EXTRAS, Settings
 from eps_core.integrations.verified import check_engine
 from eps_core.integrations.versions import check_complete, check_version
 from eps_core.load import load_backend
+from eps_cuda.integrations.paged import scaled
 from eps_cuda.integrations.transformers.attention import NAME, hand_over
 from eps_cuda.integrations.transformers.rows import Rows
 
@@ -101,10 +101,7 @@ class EpsLayer(CacheLayerMixin):
         if reason is not None:
             rows.sparse.fall_back(cache, self.index, plan, reason)
             return whole()
-        q = query[:, :, 0]
-        usual = 1 / math.sqrt(width)  # what EPS scales by
-        if scaling is not None and not math.isclose(scaling, usual, rel_tol=1e-6):
-            q = q.float() * (scaling / usual)
+        q = query[:, :, 0] if scaling is None else scaled(query[:, :, 0], scaling, width)
         out = rows.sparse.attend(cache, self.index, q, plan, lambda: whole()[:, 0])
         if torch.is_grad_enabled() and out.is_inference():
             out = out.clone()  # which autograd may keep

