@@ -49,4 +49,4 @@ class PlainBackend(CPUAttentionBackend):
         return PlainImpl
 
 
-Backend = hooked(PlainBackend, StridedRows, StridedBlocks, __name__)
+Backend = hooked(PlainBackend, StridedRows, StridedBlocks, __name__, "Backend")

@@ -9,7 +9,8 @@ import pytest
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from eps_cuda.integrations.vllm import HOOKED, backends, register
+from eps_cuda.integrations.vllm import backends, register
+from eps_cuda.integrations.vllm.classes import HOOKED
 
 UNUSED = ("CUSTOM", "NO_ATTENTION")
 
@@ -44,10 +45,12 @@ def test_a_backend_is_found_by_its_own_name(name: str) -> None:
     assert resolve_obj_by_qualname(".".join(found.full_cls_name())) is found
 
 
-def test_each_hooked_backend_is_of_its_module() -> None:
-    found = {name: class_of(name) for name in ("CPU_ATTN", "TRITON_ATTN")}
-    for name, one in found.items():
-        assert one.__module__ == f"eps_cuda.integrations.vllm.{HOOKED[name]}" and one.__qualname__ == "Backend"
+@pytest.mark.parametrize("name", HOOKED)
+def test_each_hooked_backend_has_its_routes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = class_of(name)
+    monkeypatch.setattr(backends, "current_route", lambda: "rows")
+    rows, blocks = found.get_impl_cls().routes.values()
+    assert (rows.__name__, blocks.__name__) == HOOKED[name]
 
 
 def test_blocks_are_whole_units_where_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

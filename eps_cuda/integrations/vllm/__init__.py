@@ -2,7 +2,7 @@
 same in the environment (`EPS_METHOD=rq`, `EPS_BUDGET=0.05`, ..), which wins.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). It puts thin subclasses in the
-place of attention backends, which are the stock ones unless a server was asked for EPS: see `backends.hooked`.
+place of attention backends, which are the stock ones unless a server was asked for EPS: see `classes`.
 """
 
 import logging
@@ -12,8 +12,6 @@ import sys
 from eps_core.errors import ConfigError, one_line
 
 logger = logging.getLogger("eps")
-# sparse here; every other attention backend refuses to start where EPS was asked for, rather than to run without it
-HOOKED = {"CPU_ATTN": "cpu", "TRITON_ATTN": "triton", "FLASH_ATTN": "flash"}
 
 
 def register() -> None:
@@ -21,11 +19,9 @@ def register() -> None:
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        for name, module in HOOKED.items():
-            register_backend(AttentionBackendEnum[name], f"eps_cuda.integrations.vllm.{module}.Backend")
         for backend in AttentionBackendEnum:
-            if backend.name not in (*HOOKED, "CUSTOM", "NO_ATTENTION") and backend.value:
-                register_backend(backend, f"eps_cuda.integrations.vllm.refused.{backend.name}")
+            if backend.name not in ("CUSTOM", "NO_ATTENTION") and backend.value:
+                register_backend(backend, f"eps_cuda.integrations.vllm.classes.{backend.name}")
         if _named():
             from eps_cuda.integrations.vllm import metrics
 

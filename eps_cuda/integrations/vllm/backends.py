@@ -102,8 +102,8 @@ class EpsBuilder:
         return AttentionCGSupport.NEVER  # lists are chosen on the host: piecewise graphs around attention are left
 
 
-def hooked(stock: type, rows: type, by_blocks: type, module: str) -> type:
-    """The backend that takes the place of a stock one, with the routes that it has, as `Backend` of a module."""
+def hooked(stock: type, rows: type, by_blocks: type, module: str, name: str) -> type:
+    """Return the backend that takes the place of a stock one, with the routes that it has, as `name` of a module."""
     stock_impl, stock_builder = stock.get_impl_cls(), stock.get_builder_cls()  # type: ignore[attr-defined]
     here = {"__module__": module}
     routes = {"routes": {"rows": rows, "stock": by_blocks}}
@@ -122,7 +122,7 @@ def hooked(stock: type, rows: type, by_blocks: type, module: str) -> type:
         "get_preferred_block_size": staticmethod(preferred),
     }
     # vLLM groups layers by the full name of their backend, and imports it by that name
-    return type(f"Eps{stock.__name__}", (stock,), {**members, "__qualname__": "Backend"})
+    return type(f"Eps{stock.__name__}", (stock,), {**members, "__qualname__": name})
 
 
 def real_rows(key: Tensor, value: Tensor, slots: Any) -> tuple[Tensor, Tensor, Any]:
