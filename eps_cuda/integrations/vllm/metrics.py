@@ -32,19 +32,6 @@ COUNTERS = {  # counter of `eps_stats` -> what it counts
 }
 
 
-def text(stats: dict[str, Any]) -> str:
-    """The exposition format."""
-    lines = []
-    for name, meaning in COUNTERS.items():
-        lines += [f"# HELP eps_{name}_total {meaning}", f"# TYPE eps_{name}_total counter"]
-        lines.append(f"eps_{name}_total{{}} {stats.get(name, 0)}")
-    lines += ["# HELP eps_fallbacks_total layer rows attended densely, by reason", "# TYPE eps_fallbacks_total counter"]
-    for reason, number in sorted(stats.get("fallbacks", {}).items()):
-        lines.append(f'eps_fallbacks_total{{reason="{reason}"}} {number}')
-    lines += ["# HELP eps_on whether decode steps are sparse", "# TYPE eps_on gauge", f"eps_on{{}} {int(stats['on'])}"]
-    return "\n".join(lines) + "\n"
-
-
 def worker_number(vllm_config: Any) -> int:
     """Return the number of this worker among all of a server, tensor and data parallel ones."""
     parallel = vllm_config.parallel_config

@@ -3,7 +3,6 @@
 from typing import Any
 
 from eps_core.errors import ConfigError
-from eps_cuda.integrations.vllm import metrics
 from eps_cuda.integrations.vllm.runtime import Runtime, runtime_in
 
 
@@ -23,10 +22,6 @@ class EpsWorker:
     def eps_set(self, **settings: Any) -> dict[str, Any]:
         """Live knobs: `on`, and how groups are read (`budget`, `policy`, ..); returns the settings in force."""
         return self.eps_runtime().set(**settings)
-
-    def eps_metrics(self) -> str:
-        """The counters as Prometheus writes them."""
-        return metrics.text(self.eps_stats())
 
     def eps_runtime(self) -> Runtime:
         found = runtime_in(self.model_runner.vllm_config)
