@@ -1,7 +1,7 @@
 """A grid of settings: its cells, the numbers of a cell, and cells that cannot run."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def test_settings_become_the_config_they_name() -> None:
 
 def test_what_a_cell_measures(finished: Path) -> None:
     first, *rest = lines_of(finished)
-    assert first["type"] == "run" and first["grid"] == [cell.to_dict() for cell in expand(AXES, "g")]
+    assert first["type"] == "run" and first["grid"] == [asdict(cell) for cell in expand(AXES, "g")]
     assert first["plan"]["text_steps"] == 4 and "numpy" in first["versions"]
     assert [cell["index"] for cell in sorted(rest, key=lambda cell: cell["index"])] == list(range(12))
     for cell in rest:

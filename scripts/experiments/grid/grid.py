@@ -32,7 +32,7 @@ def header(
     return {
         "type": "run",
         "kind": "grid",
-        "grid": [cell.to_dict() for cell in cells],
+        "grid": [asdict(cell) for cell in cells],
         "plan": asdict(plan),
         "head_modes": head_modes,
         "corpus": SHA256,
@@ -71,11 +71,6 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
     }
 
 
-# what a line of before it held the whole config tells of it
-_COLUMNS = (
-    "mean_tokens", "cascade", "rescore", "sink_recent", "correction_tokens", "group_size", "dim", "bits", "alpha",
-    "top_pages", "bound_bits", "epsilon", "scope",
-)  # fmt: skip
 _MEND = "give another -o, or go on with the version that its first line names"
 
 
@@ -83,25 +78,19 @@ def check_settings(
     cells: Sequence[Setting], head_modes: HeadModes | None, finished: Mapping[int, Line], path: Path
 ) -> None:
     """Raises ConfigError where a cell of the file at `path` was measured with other settings than it resolves to now: a
-    default has changed since, and the file would hold both. A line of before there was its config is judged by its
-    columns, and what it has none of was off: no unit mean, no rescoring bit, no correction."""
+    default has changed since, and the file would hold both."""
     for index, line in finished.items():
         if line.get("skipped") is not None:
             continue
-        setting, there = cells[index], line.get("config")
+        setting = cells[index]
         name = f"cell {index} ({setting.method}, context {setting.context})"
         try:
             config = config_of(setting, head_modes)
             verify = speculative_of(setting, config)
         except ConfigError as error:
             raise ConfigError(f"{path} holds {name}, which is impossible now ({error}): {_MEND}") from error
-        now = cell_line(index, setting, config, {"verified": verify.to_dict() if verify.enabled else None})
-        if isinstance(there, dict):
-            found = difference("config", there, json.loads(to_json(now["config"])))
-        else:
-            before, after = ({key: one.get(key) or None for key in _COLUMNS} for one in (line, now))
-            found = difference("cell", before, json.loads(to_json(after)))
-        found = found or difference("verified", line.get("verified"), now["verified"])
+        found = difference("config", line.get("config"), json.loads(to_json(config.to_dict())))
+        found = found or difference("verified", line.get("verified"), verify.to_dict() if verify.enabled else None)
         if found:
             raise ConfigError(f"{path} was begun with other defaults: of {name} {found}: {_MEND}")
 

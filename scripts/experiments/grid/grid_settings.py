@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -55,13 +55,6 @@ class Setting:
     draft_auto: bool = False
     draft_weights: str = "full"
     temperature: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """A cell leaves out newer axes that have their defaults (of verified decoding, where it has none of it): a grid
-        that asks for none of them is the same grid as before there were any, and its file goes on."""
-        usual, values = Setting(), asdict(self)
-        axes = ("mean_tokens", "cascade", *(("verify", *_VERIFY_AXES) if self.verify == usual.verify else ()))
-        return {name: value for name, value in values.items() if name not in axes or value != getattr(usual, name)}
 
 
 _KINDS = get_type_hints(Setting, include_extras=True)
