@@ -18,9 +18,9 @@ done
 rm -f "$out"/speed-*.jsonl "$out/whole_step.jsonl"
 for backend in cuda mlx; do
   shape=(--backend "$backend" --context 32768 --dtype bfloat16,float32)
-  $python scripts/bench.py "${shape[@]}" --method rq --bytes 0.1 -o "$out/speed-fine-$backend.jsonl"
+  $python -m eps_core.cli bench "${shape[@]}" --method rq --bytes 0.1 -o "$out/speed-fine-$backend.jsonl"
 done
-$python scripts/bench.py --backend cuda --scaling --dtype bfloat16 --method rq --bytes 0.1 \
+$python -m eps_core.cli bench --backend cuda --scaling --dtype bfloat16 --method rq --bytes 0.1 \
   -o "$out/speed-scaling.jsonl"
 step() { # MODEL CONTEXT
   $python scripts/experiments/whole_step/run.py --models "$models/$1" --context "$2" --backend cuda \
