@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -91,8 +91,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         dense = None
         if request.baseline:
             steps, dense = decoded["dense"]
-            like = _like(engine) if verified else sparse.records[0]
-            dense.records = _dense_records(steps, like, engine.computes_ahead)
+            dense.records = _dense_records(steps, engine)
         plan = engine.sparse.plan
         whole = None if verified else _ratio_of_model(plan, sparse.records)
         if whole is not None:
@@ -192,35 +191,18 @@ def _sparse_records(steps: _Steps, engine: Engine) -> list[StepRecord]:
     return found
 
 
-def _like(engine: Engine) -> StepRecord:
-    """A step of the sparse layers of a verified engine, of one token: what dense steps are written down by."""
+def _dense_records(steps: _Steps, engine: Engine) -> list[StepRecord]:
+    """Return the records of steps of the engine alone: every byte of the sparse layers was read, of sequences that have
+    just ended too."""
     spec = engine.sparse.spec
     assert spec is not None
-    output = StepOutput(np.zeros((0, 0), np.float32), spec.dense_kv_bytes([1]))
-    return step_record(0, [], [], [1], output, spec, engine.sparse.config, None, 0)
-
-
-def _dense_records(steps: _Steps, sparse: StepRecord, computes_ahead: bool) -> list[StepRecord]:
-    """Steps of the engine alone, whose records are like that of a sparse one: every byte of the sparse layers was read,
-    of sequences that have just ended too."""
-    token_bytes = sparse.bytes_kv_dense // sum(sparse.lengths)
-    heads = np.ones_like(sparse.total_by_head)
     found, before = [], list[_Row]()
     for index, (rows, ms) in enumerate(steps):
-        there = {row.sequence for row in rows}
-        ended = [row.length + 1 for row in before if computes_ahead and row.sequence not in there]
+        sequences, tokens = [row.sequence for row in rows], [row.token for row in rows]
+        ended = [row.length + 1 for row in before if engine.computes_ahead and row.sequence not in sequences]
         lengths, before = [row.length for row in rows] + ended, rows
-        num_bytes = sum(lengths) * token_bytes
-        record = replace(
-            sparse, sequences=[row.sequence for row in rows], tokens=[row.token for row in rows], lengths=lengths,
-            step=index, decode_ms=ms, pages_total=heads.size, pages_visited=heads.size, pages_skipped=0,
-            pages_always_selected=0, pages_wanted=None, bytes_kv_read_est=num_bytes, bytes_kv_dense=num_bytes,
-            bytes_kv_kept=num_bytes, bytes_summary_read=0, bytes_k_reread=0, skipped_mass_mean=None,
-            skipped_mass_bound_max=None, skipped_mass_true_max=None, output_error_bound=None, extensions=0,
-            pages_extended=0, audited=False, audit_kl=None, audit_alarms=0, bound_by_head=None, estimate_by_head=None,
-            true_by_head=None, extended_by_head=None, fallbacks={}, selected_by_head=heads, total_by_head=heads,
-        )  # fmt: skip
-        found.append(record)
+        output = StepOutput(np.zeros((0, 0), np.float32), spec.dense_kv_bytes(lengths))
+        found.append(step_record(index, sequences, tokens, lengths, output, spec, engine.sparse.config, ms, 0))
     return found
 
 

@@ -83,7 +83,7 @@ class SparseAttention:
         self.rounds = Rounds(verify, weight_bytes, self.stats, self._round) if verify.enabled else None
         self._config = plan.of_sparse(config)
         self._num_kv_heads: int | None = None  # once known
-        self.spec: CacheSpec | None = None  # of verified rounds' cache, once there was one
+        self.spec: CacheSpec | None = None  # of the cache, once there was a step or a round
         self._lock = threading.RLock()
         self._steps: dict[int, _Step] = {}  # under way, by the cache's id: threads may each have a forward of their own
         self._held: list[_Step] = []
@@ -290,7 +290,7 @@ class SparseAttention:
 
     def _record(self, step: _Step) -> None:
         cache, plan = step.cache, step.plan
-        spec = cache.spec
+        spec = self.spec = cache.spec
         layers = []
         for layer in range(spec.num_layers):
             if layer not in step.reads:  # the engine ended its forward early
