@@ -28,7 +28,7 @@ from eps_core.evaluation.merits import (
     recall_at,
     truth_of,
 )
-from eps_core.evaluation.replay import ReplayResult, combine, replay, replay_many
+from eps_core.evaluation.replay import ReplayResult, combine, replay_many
 from eps_core.load import load_backend
 from eps_core.reference import formulas
 
@@ -79,7 +79,7 @@ def test_replay_is_the_live_decode(backend: str, name: str, tmp_path: Path) -> N
     recording = record(session, tokens, CONTEXT, range(session.spec.num_layers), config)
     info = info_of((0, 1, 2, 3), CONTEXT, STEPS, "float32", config, backend)
     capture_module.write_capture(path, info, recording)
-    result = replay(open_capture(path), config, load_backend(backend), "cpu")
+    (result,) = replay_many(open_capture(path), [config], load_backend(backend), "cpu")
     assert [len(layers) for layers in outputs] == [4] * STEPS
     for step, layers in enumerate(outputs):
         for layer, stats in enumerate(layers):
@@ -108,7 +108,8 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Capture:
 
 
 def judged(dense: Capture, config: EpsConfig, **more: Any) -> ReplayResult:
-    return replay(dense, config, load_backend("cuda"), "cpu", **more)
+    (found,) = replay_many(dense, [config], load_backend("cuda"), "cpu", **more)
+    return found
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
@@ -261,7 +262,8 @@ def test_a_wrong_bound_is_counted(dense: Capture) -> None:
         return replace(scores, upper=scores.upper - 1e3, lower=scores.lower + 1e3)
 
     liar = SimpleNamespace(**{**vars(backend), "score": wrong})
-    row = replay(dense, EpsConfig.of(method="box", **SMALL), liar, "cpu", layers=[0]).summary()
+    (found,) = replay_many(dense, [EpsConfig.of(method="box", **SMALL)], liar, "cpu", layers=[0])
+    row = found.summary()
     assert row["lower_violations"] == row["upper_violations"] == row["bound_checks"] > 0
     assert row["bound_violations"] > 0
 

@@ -154,17 +154,6 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> float | None:
     return float(part.sum() / whole.sum()) if whole.sum() else None
 
 
-def replay(
-    capture: Capture,
-    config: EpsConfig,
-    backend: Backend | None = None,
-    device: str = "auto",
-    layers: Sequence[int] | None = None,
-) -> ReplayResult:
-    """One configuration on one capture; see `replay_many`."""
-    return replay_many(capture, [config], backend, device, layers)[0]
-
-
 def replay_many(
     capture: Capture,
     configs: Sequence[EpsConfig],
