@@ -14,32 +14,28 @@ RESAMPLES = 10_000
 _CHUNK = 1_000  # resamples at a time: bounds the memory
 
 
-def bootstrap_interval(
-    values: Sequence[float] | np.ndarray, seed: int, level: float = 0.95, resamples: int = RESAMPLES
-) -> tuple[float, float] | None:
-    """Percentile bootstrap interval (Efron 1979) of the mean of `values` [N], in their unit.
+def bootstrap_interval(values: Sequence[float] | np.ndarray, seed: int) -> tuple[float, float] | None:
+    """Return the 95 % percentile bootstrap interval (Efron 1979) of the mean of `values` [N], in their unit.
 
     `values` are independent draws: one number a document, never one a token. None for fewer than 2, whose spread is
     unknown. Where all are equal the interval has no width: it says that nothing varied, not that nothing can. With
-    few values (below about 20) it covers somewhat less than `level`.
+    few values (below about 20) it covers somewhat less.
     """
     values = np.asarray(values, dtype=np.float64)
     if values.ndim != 1 or len(values) == 0:
         raise ValueError(f"values of shape {values.shape}: one number a document, at least one")
     if not np.isfinite(values).all():
         raise ValueError("a value is NaN or infinite: a mean of it would say nothing")
-    if not 0 < level < 1:
-        raise ValueError(f"level {level} is outside (0, 1)")
     if len(values) < 2:
         return None
     rng = np.random.default_rng(seed)
     means = np.concatenate(
         [
-            values[rng.integers(0, len(values), (min(_CHUNK, resamples - start), len(values)))].mean(axis=1)
-            for start in range(0, resamples, _CHUNK)
+            values[rng.integers(0, len(values), (min(_CHUNK, RESAMPLES - start), len(values)))].mean(axis=1)
+            for start in range(0, RESAMPLES, _CHUNK)
         ]
     )
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 
@@ -62,24 +58,16 @@ def _paired(*sides: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarra
     return first, second
 
 
-def mcnemar_exact(first_only: int, second_only: int) -> float:
-    """Two-sided exact p value of McNemar's test: of the documents on which two methods differ, `first_only` were
-    answered by the first alone and `second_only` by the second alone. Equal to a sign test. 1.0 where none differ.
+def sign_test(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
+    """Return the two-sided exact p value that the paired scores [N] differ in neither direction; ties are left out. Of
+    scores that are 0 or 1 this is McNemar's test.
 
     Conover, Practical Nonparametric Statistics, 3.5; the p value is twice the smaller binomial tail, at most 1.
     """
-    if first_only < 0 or second_only < 0:
-        raise ValueError(f"counts {first_only} and {second_only} must not be negative")
-    differing = first_only + second_only
-    tail = sum(math.comb(differing, k) for k in range(min(first_only, second_only) + 1))
-    return min(1.0, 2 * tail / 2**differing)
-
-
-def sign_test(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
-    """Two-sided exact p value that the paired scores [N] differ in neither direction; ties are left out. Of scores that
-    are 0 or 1 this is `mcnemar_exact`."""
     first, second = _paired(first, second)
-    return mcnemar_exact(int((first > second).sum()), int((first < second).sum()))
+    higher, lower = int((first > second).sum()), int((first < second).sum())
+    tail = sum(math.comb(higher + lower, k) for k in range(min(higher, lower) + 1))
+    return min(1.0, 2 * tail / 2 ** (higher + lower))
 
 
 def wilson_interval(successes: int, total: int) -> tuple[float, float] | None:
