@@ -3,6 +3,7 @@
 import inspect
 import logging
 import pkgutil
+import re
 from functools import cache
 
 from eps_core.errors import ConfigError, install, require
@@ -102,7 +103,7 @@ def check_version(*packages: str) -> str:
 
 def _check(engine: str, package: str, version: str) -> None:
     first, last = TESTED[package]
-    if _numbers(first) <= _numbers(version)[:2] <= _numbers(last):
+    if _numbers(first) <= _numbers(version) <= _numbers(last):
         return
     outside = f"{package} {version} is outside the versions that EPS is tested with, {tested(package)}"
     missing = [line for name, parameters in INTERFACES[engine].items() for line in _missing(name, parameters.split())]
@@ -146,10 +147,5 @@ def _missing(name: str, parameters: list[str]) -> list[str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    parts = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts)
+    """Return the major and minor number of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
