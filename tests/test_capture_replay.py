@@ -17,7 +17,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import capture as capture_module
-from eps_core.evaluation.capture import Capture, CaptureRequest, capture, num_sink_tokens, open_capture, record
+from eps_core.evaluation.capture import Capture, CaptureRequest, capture, open_capture, record, text_tokens
 from eps_core.evaluation.merits import (
     CERTIFIED_LEVELS,
     RECALL_FRACTIONS,
@@ -75,7 +75,7 @@ def test_replay_is_the_live_decode(backend: str, name: str, tmp_path: Path) -> N
         return cache, output
 
     decoder.step = watched  # type: ignore[method-assign]
-    tokens = num_sink_tokens(session, None, CONTEXT + STEPS).tokens
+    tokens = text_tokens(session, None, CONTEXT + STEPS).tokens
     recording = record(session, tokens, CONTEXT, range(session.spec.num_layers), config)
     info = info_of((0, 1, 2, 3), CONTEXT, STEPS, "float32", config, backend)
     capture_module.write_capture(path, info, recording)
@@ -116,7 +116,7 @@ def judged(dense: Capture, config: EpsConfig, **more: Any) -> ReplayResult:
 def test_captures_round_trip_bit_for_bit(kv_dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     session = Session.open(None, "cuda", "cpu", "float32", kv_dtype)
-    recording = record(session, num_sink_tokens(session, None, 40).tokens, 36, (1, 3), EpsConfig.of())
+    recording = record(session, text_tokens(session, None, 40).tokens, 36, (1, 3), EpsConfig.of())
     info = info_of((1, 3), 36, 4, kv_dtype, EpsConfig.of(), "cuda")
     capture_module.write_capture(path, info, recording)
     found = open_capture(path)
@@ -143,7 +143,7 @@ def test_a_capture_holds_what_attention_saw(dense: Capture) -> None:
         return taken[layer]
 
     decoder.model.project = projected  # type: ignore[method-assign]
-    tokens = num_sink_tokens(session, None, CONTEXT + STEPS).tokens
+    tokens = text_tokens(session, None, CONTEXT + STEPS).tokens
     session.prefix(tokens, prefill_chunk=len(tokens))
     for layer in range(4):
         q, k, v = dense.layer(layer)

@@ -20,7 +20,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import fault
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
-from eps_core.evaluation.capture import num_sink_tokens, record
+from eps_core.evaluation.capture import record, text_tokens
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend
 from eps_core.summaries.table import names
@@ -218,7 +218,7 @@ def captured() -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """layer -> q [8, Hq, D], k, v [2056, Hkv, D] of the demo model's decode of held-out text."""
     name, device, _ = max(TARGETS, key=lambda target: ("numpy", "mlx", "cuda").index(target[0]))
     session = Session.open(None, name, device, "float32", "float32")
-    tokens = num_sink_tokens(session, None, 2056).tokens
+    tokens = text_tokens(session, None, 2056).tokens
     recording = record(session, tokens, 2048, range(session.spec.num_layers), EpsConfig.of())
     assert load_backend(name) is recording.backend
     return {layer: (q, *recording.keys_values(layer)) for layer, q in recording.q.items()}

@@ -19,7 +19,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.cost import Cost
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError, fault_line, one_line, shown
-from eps_core.evaluation.capture import METADATA_KEY, CaptureRequest, capture, num_sink_tokens, open_capture
+from eps_core.evaluation.capture import METADATA_KEY, CaptureRequest, capture, open_capture, text_tokens
 from eps_core.evaluation.replay import check_alike
 from eps_core.io import inputs
 from eps_core.io.records import Between, convert
@@ -211,7 +211,7 @@ def test_a_long_prompt_is_refused_before_it_is_read_whole(tmp_path: Path, most_e
 def test_a_long_text_is_encoded_as_far_as_it_is_used(tmp_path: Path, most_encoded: list[int]) -> None:
     session = Session.open(backend="numpy")
     text = write(tmp_path / "t", "é and so on, " * 100_000)
-    assert num_sink_tokens(session, text, 300).tokens == session.encode("é and so on, " * 40)[:300]
+    assert text_tokens(session, text, 300).tokens == session.encode("é and so on, " * 40)[:300]
     assert sum(most_encoded) < 10_000
     assert session.encode("abc" * 9, most_tokens=2) == session.encode("abc" * 9)
 

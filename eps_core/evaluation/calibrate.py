@@ -19,7 +19,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.heads import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
-from eps_core.evaluation.capture import Recording, TextRequest, model_name, num_sink_tokens, record
+from eps_core.evaluation.capture import Recording, TextRequest, model_name, record, text_tokens
 from eps_core.evaluation.merits import truth_of
 from eps_core.evaluation.pays import timing
 from eps_core.evaluation.runner import DENSE, Document, run_batch
@@ -144,7 +144,7 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
     session = request.session()
     spec = session.spec
     spec.require_full_attention("calibrate")
-    text = num_sink_tokens(session, request.text, request.context_tokens, request.num_steps)
+    text = text_tokens(session, request.text, request.context_tokens, request.num_steps)
     context = len(text.tokens) - request.num_steps
     dense = EpsConfig.of(block_size=config.cache_config.block_size)
     recording = record(session, text.tokens, context, range(spec.num_layers), dense)

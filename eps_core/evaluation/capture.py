@@ -132,9 +132,9 @@ class CaptureRequest(TextRequest):
     layers: tuple[int, ...] | None = None  # None: all
 
 
-def num_sink_tokens(session: Session, path: Path | None, context: int | None, num_steps: int = 0) -> Text:
-    """`context` and `num_steps` tokens from the start of a text, None: of the shipped corpus. A `context` of None
-    is `usual_context`, or what the text holds."""
+def text_tokens(session: Session, path: Path | None, context: int | None, num_steps: int = 0) -> Text:
+    """Return `context` and `num_steps` tokens from the start of a text, None: of the shipped corpus. A `context` of
+    None is `usual_context`, or what the text holds."""
     num_tokens = (usual_context(session.spec, num_steps) if context is None else context) + num_steps
     if num_tokens > session.spec.max_context:
         raise ConfigError(
@@ -191,7 +191,7 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
 def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
     session = request.session()
     spec = session.spec
-    text = num_sink_tokens(session, request.text, request.context_tokens, request.num_steps)
+    text = text_tokens(session, request.text, request.context_tokens, request.num_steps)
     context = len(text.tokens) - request.num_steps
     layers = spec.full if request.layers is None else tuple(sorted(set(request.layers)))
     unknown = [layer for layer in layers if not 0 <= layer < spec.num_layers]

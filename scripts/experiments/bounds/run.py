@@ -29,7 +29,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import fault
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.evaluation.capture import num_sink_tokens, record
+from eps_core.evaluation.capture import record, text_tokens
 from eps_core.load import BACKENDS, load_backend
 from eps_core.metrics.provenance import provenance
 from eps_core.metrics.terminal import Progress
@@ -58,7 +58,7 @@ _captured: Layers = {}  # of a worker process
 def capture(target: Target) -> Layers:
     """q [steps, Hq, D], k, v [T, Hkv, D] float32 of every layer of the demo model."""
     session = Session.open(None, *target, "float32", "float32")
-    text = num_sink_tokens(session, None, CONTEXT_TOKENS + STEPS)
+    text = text_tokens(session, None, CONTEXT_TOKENS + STEPS)
     recording = record(session, text.tokens, CONTEXT_TOKENS, range(session.spec.num_layers), EpsConfig())
     return {layer: (q, *recording.keys_values(layer)) for layer, q in recording.q.items()}
 

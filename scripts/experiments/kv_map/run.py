@@ -28,7 +28,7 @@ from eps_core.config.formats import AS_THEY_ARE, EXACT, FormatName, KvFormats, f
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, overflow
-from eps_core.evaluation.capture import model_name, num_sink_tokens
+from eps_core.evaluation.capture import model_name, text_tokens
 from eps_core.io import outputs
 from eps_core.kv_cache.rows import Rows
 from eps_core.metrics import terminal
@@ -239,7 +239,7 @@ def main(**flags: Any) -> None:
         session = Session.open(
             flags["model"], flags["backend"], flags["device"], flags["dtype"], flags["kv_dtype"] or "auto", "arrays"
         )
-        text = num_sink_tokens(session, flags["text"], flags["context"], flags["steps"])
+        text = text_tokens(session, flags["text"], flags["context"], flags["steps"])
         context = len(text.tokens) - flags["steps"]
         session.load()
         sizes = {"context_tokens": context, "num_steps": flags["steps"]}
