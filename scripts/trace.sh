@@ -23,6 +23,6 @@ else
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt py-spy >&2
   "$venv/bin/py-spy" record --format speedscope --rate 200 --output "$out/decode.speedscope.json" -- \
     "$venv/bin/eps-proto" run "${flags[@]}" > "$out/run.txt"
-  "$venv/bin/python" scripts/experiments/step_profile/top.py "$out/decode.speedscope.json" | tee "$out/top.txt"
+  "$venv/bin/python" scripts/top.py "$out/decode.speedscope.json" | tee "$out/top.txt"
   echo "profile: $out/decode.speedscope.json, functions: $out/top.txt, the run's own output: $out/run.txt"
 fi

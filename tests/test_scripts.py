@@ -57,16 +57,9 @@ def test_a_python_script_prints_its_usage_or_refuses(name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     "name, arguments, words",
     [
-        ("experiments/methods/certificates.py", "c.safetensors -o c.safetensors", f"is capture c.safetensors{TAKEN}"),
-        (
-            "experiments/methods/certificates.py",
-            "c.safetensors -o link.safetensors",
-            f"is capture c.safetensors{TAKEN}",
-        ),
         ("methods", "--model . -o config.json", f"is config.json of --model .{TAKEN}"),
         ("training", "-o . --checkpoint c.safetensors", f"is c.safetensors of -o .{TAKEN}"),
         ("whole_step", "-o c.safetensors", "c.safetensors is there and is no JSONL: give another path"),
-        ("step_profile", "--backend abacus", "backend 'abacus' is unknown"),
     ],
 )
 def test_a_script_names_what_the_user_can_mend_in_one_line(
@@ -75,7 +68,6 @@ def test_a_script_names_what_the_user_can_mend_in_one_line(
     """A script never replaces what it reads, too."""
     for file in ("c.safetensors", "config.json"):
         (tmp_path / file).write_text("of the user")
-    (tmp_path / "link.safetensors").symlink_to(tmp_path / "c.safetensors")
     refused(arguments.split(), tmp_path, words, main=program(name))
     assert {(tmp_path / file).read_text() for file in ("c.safetensors", "config.json")} == {"of the user"}
 

@@ -22,7 +22,7 @@ PROFILE = {
 }
 
 
-RUN = program("experiments/step_profile/top.py")
+RUN = program("top.py")
 
 
 def test_own_and_whole_shares(tmp_path: Path) -> None:

@@ -122,20 +122,17 @@ def pool_units(shape: Shape, config: EpsConfig, spare_tokens: int) -> int:
 
 def fill(
     backend: Backend, source: Source, config: EpsConfig, device: str, kernels: str, spare_tokens: int, wait: Any,
-    drawn: tuple[Array, Array] | None = None, kv_bits: tuple[int, int] = (16, 16),
+    drawn: tuple[Array, Array] | None = None,
 ) -> Layer:  # fmt: skip
     """A cache of one layer that holds the source's tokens, in units scattered over the pool as an engine's are.
     `wait(cache)` computes what was written so far. `drawn`: the same keys and values [B, Hkv, T, D], where they are on
-    the device already. `kv_bits` of K and of V, as in `CacheSpec`."""
+    the device already."""
     shape, unit = source.shape, config.cache_config.unit_tokens
     units, spare_units = -(-shape.context // unit), -(-spare_tokens // unit)
     order = np.random.default_rng(source.seed).permutation(shape.batch * (units + spare_units)).astype(np.int32)
     table, spare = np.split(order, [shape.batch * units])
     table = table.reshape(shape.batch, units)
-    spec = CacheSpec(
-        1, shape.kv_heads, shape.head_dim, len(order), shape.dtype, max(8, shape.batch), k_bits=kv_bits[0],
-        v_bits=kv_bits[1],
-    )  # fmt: skip
+    spec = CacheSpec(1, shape.kv_heads, shape.head_dim, len(order), shape.dtype, max(8, shape.batch))
     cache = backend.new_cache(spec, config.cache_config, device, kernels=kernels)
     for b in range(shape.batch):
         for start, k, v in _chunks(backend, source, device, b, drawn):

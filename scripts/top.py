@@ -1,6 +1,6 @@
 """The functions of a speedscope profile by their own time, as `scripts/trace.sh` records one.
 
-    python scripts/experiments/step_profile/top.py trace/decode.speedscope.json
+    python scripts/top.py trace/decode.speedscope.json
 
 Own: the function itself was at work. All: it or what it called was. Both are shares of the samples of all threads.
 """
