@@ -7,8 +7,6 @@ import torch
 
 from eps_core.cpu import forks
 from eps_cuda.arrays import (
-    add_correction,
-    attend_correction,
     attend_own,
     attend_rows,
     bound_error,
@@ -20,7 +18,6 @@ from eps_cuda.arrays import (
     import_units,
     merge,
     move_kv,
-    moved_by,
     read_kv,
     score,
     select,

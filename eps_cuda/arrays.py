@@ -5,12 +5,9 @@ from functools import partial
 from eps_core.backend import attention, cache, error_bounds, moves, scoring, selection
 from eps_cuda.ops import OPS
 
-add_correction = partial(attention.add_correction, OPS)
-attend_correction = partial(attention.attend_correction, OPS)
 attend_own = partial(attention.attend_own, OPS)
 attend_rows = partial(attention.attend_rows, OPS)
 merge = partial(attention.merge, OPS)
-moved_by = partial(attention.moved_by, OPS)
 unread_share = partial(attention.unread_share, OPS)
 weights = partial(attention.weights, OPS)
 check_finite = partial(cache.check_finite, OPS)

@@ -202,9 +202,8 @@ def capture(function: Variant) -> Variant | None:
 @torch.inference_mode()
 def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
     """The parts of a step that Triton kernels cover, from arrays on the device alone as a captured decode step calls
-    them: score, select, attend, attend_with_correction and step, each () -> what it gives; a part's input is what the
-    part before it gave when this was called. Out and lse of attend_with_correction and step: lse is of what was read
-    alone."""
+    them: score, select, attend and step, each () -> what it gives; a part's input is what the part before it gave when
+    this was called."""
     if cache.kernels != "triton":
         return {}
     from eps_cuda.arrays import score, select
@@ -228,21 +227,16 @@ def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
 
     listed = choose()
 
-    def attend() -> tuple[Tensor, Tensor]:
-        return attend_groups(q, cache.k[0], cache.v[0], table, lengths, *listed[:2], group_size=config.cache_config.S)
-
-    def attend_chosen(
-        estimate: Tensor = first.estimate, chosen: tuple[Tensor, Tensor, Tensor] = listed
-    ) -> tuple[Tensor, Tensor]:
-        return dispatch.attend_chosen(cache, 0, q, table, lengths, estimate, chosen)
+    def attend(groups: Tensor = listed[0], counts: Tensor = listed[1]) -> tuple[Tensor, Tensor]:
+        return attend_groups(
+            q, cache.k[0], cache.v[0], table, lengths, groups, counts, group_size=config.cache_config.S
+        )
 
     def step() -> tuple[Tensor, Tensor]:
-        estimate = estimates()
-        return attend_chosen(estimate, choose(estimate))
+        groups, counts, _ = choose(estimates())
+        return attend(groups, counts)
 
     parts: dict[str, Variant] = {"select": choose, "attend": attend}
-    if cache.correction is not None:
-        parts["attend_with_correction"] = attend_chosen
     if covers_codes(cache):
         parts = {"score": estimates, **parts, "step": step}
     return {name: torch.inference_mode()(part) for name, part in parts.items()}

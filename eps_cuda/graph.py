@@ -181,10 +181,10 @@ def attend_static(
     arrays alone. Fills `masses` (see `select_topk`)."""
     with span("eps.prepass", cache):
         estimate = dispatch.estimates(cache, layer, q, table, lengths, depth, config.selection_config)
-        chosen = dispatch.kernels.choose(config, estimate, wanted, lengths, width, masses=masses)
+        groups, counts, selected_mask = dispatch.kernels.choose(config, estimate, wanted, lengths, width, masses=masses)
     with span("eps.attention", cache):
-        out, _ = dispatch.attend_chosen(cache, layer, q, table, lengths, estimate, chosen)
-    groups, counts, selected_mask = chosen
+        pools, size = (cache.k[layer], cache.v[layer]), cache.cache_config.S
+        out, _ = attend_groups(q, *pools, table, lengths, groups, counts, group_size=size)
     return out, Selection(groups, counts, None, np.zeros(0, np.int64), selected_mask=selected_mask)
 
 

@@ -6,8 +6,6 @@ from importlib.metadata import version
 import numpy as np
 
 from eps_mlx.arrays import (
-    add_correction,
-    attend_correction,
     attend_own,
     attend_rows,
     bound_error,
@@ -18,7 +16,6 @@ from eps_mlx.arrays import (
     extend_selection,
     merge,
     move_kv,
-    moved_by,
     read_kv,
     score,
     select,

@@ -58,11 +58,10 @@ def pending(cache: Cache) -> list[mx.array]:
     """Return all state that a write or a read may have left to be computed."""
     arrays = [array for pool in (*cache.k, *cache.v) for array in pages.arrays_of(pool)]
     arrays += cache.finite
-    for one in (cache, cache.bound, cache.correction):
-        if one is not None:
-            arrays += [array for fields in (*one.summaries, *one.open) for array in fields.values()]
-            arrays += [array for keys in one.early for array in keys]
-            arrays += [*one.valid, *one.largest_key, *one.largest_value]
+    for one in cache.parts():
+        arrays += [array for fields in (*one.summaries, *one.open) for array in fields.values()]
+        arrays += [array for keys in one.early for array in keys]
+        arrays += [*one.valid, *one.largest_key, *one.largest_value]
     return arrays
 
 

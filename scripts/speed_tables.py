@@ -44,17 +44,17 @@ def layer_table(folder: Path) -> str:
             rows.append([
                 f"{name}, {cell['dtype']}", f"`{cell['method']}` {cell['group_size']}", f"{cell['bytes_ratio']:.3f}",
                 f"{ms[best]:.1f} ({best})", f"{ms['eps dense']:.1f}",
-                *parts_of(ms, "score", "select", "attend", "correction", "step"),
+                *parts_of(ms, "score", "select", "attend", "step"),
                 f"{ms[best] / ms['step']:.1f} x", f"{ms['eps dense'] / ms['step']:.1f} x",
             ])  # fmt: skip
     return table(
-        "backend, cache", "groups", "read", "dense: platform", "dense: ours", "score", "select", "attend",
-        "correction", "step", "against platform", "against ours", rows=rows,
+        "backend, cache", "groups", "read", "dense: platform", "dense: ours", "score", "select", "attend", "step",
+        "against platform", "against ours", rows=rows,
     )  # fmt: skip
 
 
 def scaling_table(folder: Path) -> str:
-    parts = ("write", "score", "select", "attend", "correction", "step")
+    parts = ("write", "score", "select", "attend", "step")
     rows = [
         [f"{cell['context']:,}", f"{cell['best_dense_ms']:.1f}", *parts_of(ms, *parts), f"{cell['speedup']:.1f} x"]
         for cell, ms in cells(folder / "speed-scaling.jsonl")

@@ -17,12 +17,12 @@ from eps_core.config.eps import EpsConfig
 from eps_core.reference.scoring import selection_mask
 
 CASES = {
-    "strict with a skipped-mass correction": eps("moments", strict=True, epsilon=0.3, correction_tokens=32, budget=0.2),
-    "strict by codes of keys": eps("rq", strict=True, epsilon=0.02, bound_bits=8, correction_tokens=32, budget=0.2),
-    "bounds, not strict": eps("ball", correction_tokens=32, budget=0.2),
+    "strict": eps("moments", strict=True, epsilon=0.3, budget=0.2),
+    "strict by codes of keys": eps("rq", strict=True, epsilon=0.02, bound_bits=8, budget=0.2),
+    "bounds, not strict": eps("ball", budget=0.2),
     "codes about units' means": eps("rq", group_size=2, budget=0.2),
-    "a skipped-mass correction without bounds": eps("meanstd", correction_tokens=32, budget=0.2),
-    "union": eps("box", scope="union", strict=True, epsilon=0.05, correction_tokens=0, budget=0.2),
+    "no bounds": eps("meanstd", budget=0.2),
+    "union": eps("box", scope="union", strict=True, epsilon=0.05, budget=0.2),
     "everything within the budget": eps("box", budget=1.0),
     "a dense layer": eps("box", head_modes=(("dense", "dense"),)),
 }
@@ -65,13 +65,7 @@ def expected(config: EpsConfig) -> dict[str, Any]:
         error_bound = reference.bound_error(cache, 0, scores, whole, *read)
         found |= {"cert": error_bound.mass, "error": error_bound.error}
     out, lse = read
-    if config.cache_config.correction_tokens:
-        out, lse = reference.merge(read, reference.attend_correction(cache, 0, plan, scores, whole, read[1]))
-        if found["error"] is not None:
-            moved = np.linalg.norm(out - read[0], axis=2).reshape(2, kv_heads, -1).max(axis=2)
-            assert (moved > 1e-6).any(), "the skipped-mass correction must move something"
-            found["error"] = found["error"] + moved
-    unread = 1 - np.exp(read[1] - dense_lse)
+    unread = 1 - np.exp(lse - dense_lse)
     return found | {"visit": selected_mask, "out": out, "lse": lse, "true": unread.reshape(2, kv_heads, -1).max(axis=2)}
 
 
@@ -126,19 +120,6 @@ WRONG = {
         "error_bound = backend.bound_error(cache, layer, scores, selection, out, lse)",
         "error_bound = held",
     ),
-    "a forgotten correction": ("            if cache_config.correction_tokens:", "            if False:"),
-    "a skipped-mass correction before the extension": (
-        "            read.bounds_skipped = cache",
-        "            if cache_config.correction_tokens:\n"
-        "                early = backend.add_correction(cache, layer, plan, scores, selection, (out, lse))\n"
-        "            read.bounds_skipped = cache",
-        "whole, read.lse = backend.add_correction(cache, layer, plan, scores, selection, (out, lse))",
-        "whole, read.lse = early",
-    ),
-    "the skipped-mass correction's move left out of the error": (
-        'pending["output_error_bound"] = pending["output_error_bound"] + moved',
-        "moved",
-    ),
     "no bounds of single keys": (
         "scores = backend.bounds(cache, layer, q, plan, scores, selection)",
         "scores = scores",
@@ -149,14 +130,10 @@ WRONG = {
     ),
     "bytes of bounds not counted": ("    if read.bounds_skipped:", "    if False:"),
     "bytes of bounds after the extension": ("num_groups - num_selected + added", "num_groups - num_selected"),
-    "an audit of the skipped-mass correction": (
-        "backend.unread_share(lse, lse_all, kv_heads)",
-        "backend.unread_share(read.lse, lse_all, kv_heads)",
-    ),
     "scores where everything is read": ("    if plan.reads_all(layer):", "    if False:"),
     "summaries not counted": (
-        "        stats.summary_bytes_read = plan.summary_bytes(spec)\n    if clock",
-        "        stats.summary_bytes_read = 0\n    if clock",
+        "        stats.summary_bytes_read = plan.summary_bytes(spec)\n    read.lse",
+        "        stats.summary_bytes_read = 0\n    read.lse",
     ),
 }
 

@@ -26,7 +26,7 @@ PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for l
 STEPS = 4
 CONFIGS = {
     "rq": EpsConfig.of(method="rq", num_sink_tokens=4, num_recent_tokens=8, budget=0.05),
-    "rq-dropped-tail": eps("rq", group_size=2, correction_tokens=0),
+    "rq-pairs": eps("rq", group_size=2),
     "moments": eps("moments"),
     "meanstd": eps("meanstd", policy="threshold", top_pages=9),
     "union": eps("box", scope="union"),
@@ -252,7 +252,7 @@ def test_after_an_alarm_the_steps_are_dense(target, model, monkeypatch):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("method", ["jl", "meanstd", "rq"])
 def test_methods_without_bounds_are_strict_by_codes_of_keys(target, model, method, bits):
-    config = eps(method, bound_bits=bits, strict=True, epsilon=0.2, correction_tokens=0)
+    config = eps(method, bound_bits=bits, strict=True, epsilon=0.2)
     watched = Watched(target, model, config)
     watched.watching = True
     records, spec = watched.run(PROMPTS[:1]), watched.spec

@@ -119,8 +119,7 @@ def test_counts_bytes_exactly(bench: Bench, backend: str, dtype: str) -> None:
     usual = EpsConfig.of(method="rq").selection_config
     more, finer = (max(math.ceil(share * groups), groups // 2) for share in (*usual.cascade, usual.rescore))
     assert cell["summary_bytes"] == rows * (context // 64 * (16 + 2 + 32 + 64) + more * 2 + finer * 5)
-    assert cell["correction_bytes"] == 0
-    assert cell["bytes_read"] == cell["kv_bytes"] + cell["summary_bytes"] + cell["correction_bytes"]
+    assert cell["bytes_read"] == cell["kv_bytes"] + cell["summary_bytes"]
     assert cell["bytes_ratio"] == pytest.approx(cell["bytes_read"] / cell["dense_bytes"])
     assert cell["arms"]["write"]["bytes"] == rows * token
 
@@ -137,7 +136,7 @@ def test_bytes_are_as_many_groups_as_fit(method: str, share: float) -> None:
     from eps_core.config.bytes import scoring_bytes
 
     shape = Shape(4096, 2, 8, 2, 128, "bfloat16")
-    config = EpsConfig.of(method=method, correction_tokens=64 if method == "rq" else 0)
+    config = EpsConfig.of(method=method)
     solved = budgeted(config, shape, "bytes", share)
     summaries = scoring_bytes(config, 128, [4096, 4096]) / 2
 
@@ -272,9 +271,8 @@ def test_what_a_graph_records_is_the_step_that_is_timed() -> None:
         step = run_step(layer, config, platform.synchronize)
         parts = platform.device_parts(layer.cache, layer.q, layer.plan(config))
         assert {"select", "attend"} <= set(parts) and ("step" in parts) >= (method == "rq")
-        require_same(layer, parts["attend"](), step.read, "attend")
-        for name in {"attend_with_correction", "step"} & set(parts):
-            require_same(layer, parts[name](), (step.merged[0], step.read[1]), name)
+        for name in {"attend", "step"} & set(parts):
+            require_same(layer, parts[name](), step.read, name)
         if "score" in parts:
             np.testing.assert_allclose(
                 backend.to_numpy(parts["score"]()), backend.to_numpy(step.scores.estimate), rtol=1e-5
@@ -283,7 +281,7 @@ def test_what_a_graph_records_is_the_step_that_is_timed() -> None:
 
 def test_writes_go_to_fresh_slots() -> None:
     backend, shape = load_backend("numpy"), Shape(100, 3, 4, 2, 16, "float32")
-    config = EpsConfig.of(method="rq", correction_tokens=0)
+    config = EpsConfig.of(method="rq")
     layer = fill(backend, Source(shape), config, "cpu", "arrays", 40, lambda *results: None)
     used = {int(unit) for row in layer.table for unit in row}
     before = layer.cache.k[0].copy()
@@ -382,7 +380,7 @@ def test_the_headline_is_a_checked_step_beside_the_fastest_dense(monkeypatch: py
     found = layer_module.Bench(tiny, lambda *told_now: given.append(told_now)).headline()
     assert (found["context"], found["method"], found["group_size"]) == (512, "rq", 1)
     assert found["speedup"] == pytest.approx(found["best_dense_ms"] / found["step_ms"]) and found["step_ms"] > 0
-    # a tenth of the tokens, codes, and the means of the skipped-mass correction
+    # a tenth of the tokens, and codes
     assert 0.1 < found["bytes_ratio"] < 0.3
     assert given[0][:2] == (0, 2) and given[-1][:2] == (2, 2)
 

@@ -86,7 +86,7 @@ PARTS = {(): [8], (0.25,): [4, 4], (0.5, 0.2): [2, 2, 4]}
 @pytest.mark.parametrize("cascade", PARTS, ids=str)
 @pytest.mark.parametrize("lengths", [(608,), (608, 608), (608, 37)])
 def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, counter, cascade, lengths):
-    few = {"group_size": 2, "budget": 0.01, "correction_tokens": 0, "combine": "max"}  # sums ask the first key, too
+    few = {"group_size": 2, "budget": 0.01, "combine": "max"}  # sums ask the first key, too
     case = Case(lengths, eps("rq", mean_tokens=64, cascade=cascade, rescore=0.0625, **few), head_dim=64)
 
     def read(length: int) -> int:
@@ -109,7 +109,7 @@ def test_bounds_gather_the_codes_of_unvisited_groups_alone(target, counter, meth
     backend, device = target
     key_bytes = 16 * bits // 8 + 2 + 3 * 2
     for lengths in ((400,), (400, 290)):
-        case = Case(lengths, eps(method, bound_bits=bits, correction_tokens=0), dtype="bfloat16")
+        case = Case(lengths, eps(method, bound_bits=bits), dtype="bfloat16")
         one = FilledCase(backend, device, case)
         scores = backend.score(one.cache, 0, one.native, one.plan)
         selected = backend.select(scores, one.plan)

@@ -82,7 +82,6 @@ def test_sparse_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         "--metrics", metrics, "--csv", table, "--eps-method", "rq", "--eps-rq-bounds",
         "--eps-group-size", 4, "--eps-policy", "topk", "--eps-budget", 0.3, "--eps-sink-tokens", 4,
         "--eps-recent-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 8,
-        "--eps-correction", "drop",
     )  # fmt: skip
     assert done.returncode == 0 and re.fullmatch(PROGRESS, done.stderr), done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -106,7 +105,7 @@ def test_sparse_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
     first, *steps, last = lines_of(metrics)
     config = EpsConfig.of(
         method="rq", rq_bounds=True, group_size=4, budget=0.3, num_sink_tokens=4, num_recent_tokens=8, scope="union",
-        seed=3, min_context=10, block_size=8, correction_tokens=0,
+        seed=3, min_context=10, block_size=8,
     )  # fmt: skip
     assert first["type"] == "run" and EpsConfig.from_dict(first["config"]) == config
     assert first["cache"]["dtype"] == "bfloat16" and first["cache"]["num_units"] == 512 // 64
@@ -326,7 +325,7 @@ CODES = {"mean_tokens": 64, "mean_bits": 4, "cascade": [0.5], "rescore": 0.125}
 @pytest.mark.parametrize(
     ("flags", "want"),
     [
-        ("", {"method": "rq", "group_size": 1, "correction_tokens": 0, "budget_floor": 1024, **CODES, **TOPK, **FINE}),
+        ("", {"method": "rq", "group_size": 1, "budget_floor": 1024, **CODES, **TOPK, **FINE}),
         ("--eps-mean-tokens 64 --eps-cascade 0.5,0.2", {"mean_tokens": 64, "cascade": [0.5, 0.2], "rescore": 0.125}),
         ("--eps-cascade 0 --eps-mean-bits 8", {"mean_tokens": 64, "mean_bits": 8, "cascade": []}),
         ("--eps-budget 0.2", {"policy": "topk", "budget": 0.2, **FINE}),

@@ -7,9 +7,8 @@ stage:
 2. `score` estimates every group, and its bounds enclose the true masses                   (check_scores, check_scoring)
 3. `select` lists the groups that the policy says, ascending                               (check_selection)
 4. `attend` is exact attention over the selected groups, and counts the bytes that it read (check_attend)
-5. `attend_correction` is the skipped-mass correction, and `add_correction` merges it in               (check_tail)
-6. `bound_error` bounds the unread mass and the error of the output                            (check_certificate)
-7. `extend_selection` adds groups until the bound falls to epsilon                                 (check_escalation)
+5. `bound_error` bounds the unread mass and the error of the output                        (check_certificate)
+6. `extend_selection` adds groups until the bound falls to epsilon                         (check_escalation)
 
 After it come what no single case shows: merging, forks, reuse of units, head modes, hard numbers, decoders. The wrong
 backends of test_wrong_backends.py go through the same functions and must fail them.
@@ -33,7 +32,7 @@ from places import place
 from eps_core import reference
 from eps_core.attention.protocol import Scores, Selection
 from eps_core.backend.pages import arrays_of
-from eps_core.config.bytes import scoring_bytes, summary_group_bytes
+from eps_core.config.bytes import summary_group_bytes
 from eps_core.config.cache import EVALUATION_METHODS, METHODS, CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import KvFormats
@@ -81,7 +80,7 @@ class Case:
         kept, read = self.config.cache_config, self.config.selection_config
         unit = f"-U{kept.mean_tokens}" if kept.mean_tokens else ""
         return (
-            f"{kept.method}-S{kept.S}{unit}-{read.policy}-{read.scope}-tail{kept.correction_tokens}-T{lengths}"
+            f"{kept.method}-S{kept.S}{unit}-{read.policy}-{read.scope}-T{lengths}"
             f"-{self.num_heads}q{self.num_kv_heads}kv-D{self.head_dim}-{self.dtype}-{self.kind}"
             + (f"-K{self.bits[0]}V{self.bits[1]}" if self.spec.quantised else "")
         )
@@ -91,9 +90,7 @@ def eps(method: str, **settings: object) -> EpsConfig:
     if method == "off":
         return EpsConfig.of()
     defaults: dict = {"num_sink_tokens": 4, "num_recent_tokens": 8, "budget": 0.3, "block_size": 16, "group_size": 4}
-    config = EpsConfig.of(method=method, **{**defaults, **settings})
-    # with the skipped-mass correction, so that every rq case tests it, too
-    return config.with_correction() if method == "rq" and "correction_tokens" not in settings else config
+    return EpsConfig.of(method=method, **{**defaults, **settings})
 
 
 BASE = [Case((150, 37), eps(m)) for m in (*METHODS[1:], *EVALUATION_METHODS)]
@@ -107,7 +104,7 @@ CASES = [
     Case((300, 61), eps("rq", group_size=2, mean_tokens=32, cascade=(0.5, 0.2)), head_dim=32, num_heads=6),
     Case((300, 129), eps("rq", group_size=2, mean_tokens=64, mean_bits=8, cascade=(), rescore=0.0), head_dim=64),
     Case((400, 65), eps("rq", combine="sum", budget=0.1), dtype="bfloat16", head_dim=64, num_heads=6),
-    Case((300, 65), eps("rq", group_size=8, mean_tokens=64, mean_bits=8, correction_tokens=0), head_dim=20),
+    Case((300, 65), eps("rq", group_size=8, mean_tokens=64, mean_bits=8), head_dim=20),
     Case((300,), eps("rq", group_size=2, mean_tokens=32, rq_bounds=True), num_heads=3, num_kv_heads=1),
     Case((260, 40, 3), eps("rq", group_size=16, mean_tokens=64, rq_bounds=True), dtype="float16", head_dim=64),
     Case((300, 61), eps("rq", group_size=2, scope="union"), head_dim=64, kind="outlier"),
@@ -167,24 +164,19 @@ CASES = [
     Case((70, 33), eps("norm", group_size=1), dtype="float16"),
     Case((290, 31), eps("norm", group_size=5, block_size=5), head_dim=33, kind="outlier"),
     Case((150, 37), eps("norm", scope="union"), num_heads=6, num_kv_heads=3, kind="equal"),
-    # corrections: full and not, of one group and of many, and of sequences too short for one
-    Case((192, 128), eps("box", correction_tokens=64)),
-    Case((200, 130, 3), eps("moments", correction_tokens=64, budget=0.1), num_heads=6, num_kv_heads=3, chunk=70),
     Case((310, 100), eps("rq", rescore=0.2, budget=0.1), num_heads=6, dtype="bfloat16", head_dim=64, chunk=150),
     Case((300,), eps("rq", policy="threshold", top_pages=5), num_heads=2, kind="ties"),
-    Case((290, 200), eps("ball", group_size=48, correction_tokens=96, budget=0.2)),
-    Case((131, 70), eps("meanstd", group_size=5, block_size=5, correction_tokens=60), chunk=64),
+    Case((131, 70), eps("meanstd", group_size=5, block_size=5), chunk=64),
     Case((290, 73), eps("meanstd", group_size=3, block_size=12), scale_q=0.1),
-    Case((200, 33), eps("moments", group_size=1, block_size=32, correction_tokens=32), dtype="float16"),
-    Case((300, 61), eps("box", group_size=64, correction_tokens=64, budget=0.2), num_heads=8, num_kv_heads=1),
-    Case((150, 120), eps("moments", correction_tokens=16, scope="union", budget=0.1), num_heads=3, num_kv_heads=3),
-    Case((190, 128), eps("ball", correction_tokens=32, min_context=150), kind="outlier"),
+    Case((200, 33), eps("moments", group_size=1, block_size=32), dtype="float16"),
+    Case((300, 61), eps("box", group_size=64, budget=0.2), num_heads=8, num_kv_heads=1),
+    Case((190, 128), eps("ball", min_context=150), kind="outlier"),
     # K and V as codes
     Case((150, 37), eps("off"), bits=(8, 4), num_heads=8, num_kv_heads=1),
     Case((150, 37), eps("box"), bits=(8, 8), dtype="bfloat16"),
     Case((310, 100), eps("rq", rescore=0.2, budget=0.1), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
     Case((300, 61), eps("rq", group_size=2, mean_tokens=32, rq_bounds=True), bits=(4, 16), num_heads=6),
-    Case((150, 37), eps("moments", correction_tokens=16), bits=(8, 8), dtype="float16", kind="outlier"),
+    Case((150, 37), eps("moments"), bits=(8, 8), dtype="float16", kind="outlier"),
     Case((150, 37), eps("ball", policy="threshold", top_pages=4), bits=(4, 4), head_dim=34),
     Case((150, 37), eps("fd"), bits=(16, 8), head_dim=33),
     Case((150, 37), eps("oracle"), bits=(4, 8), kind="ties"),
@@ -321,11 +313,9 @@ def test_backend_follows_the_oracle(target, case):
     skipped = backend.to_numpy(backend.skipped_mass(scores, selected))
     assert np.allclose(skipped, reference.skipped_mass(own, wanted), atol=1e-4)
     one.attended(selected)
-    check_tail(one, scores, selected)
     all_of_it = case.config.replace(policy="topk", budget=1.0, top_pages=None)
     everything = backend.select(scores, StepPlan.of(all_of_it, one.table, one.lengths))
     everywhere, dense = one.attended(everything), one.attended(None)
-    check_tail(one, scores, everything)
     for got, want in zip(everywhere, dense, strict=True):  # every group visited is dense attention
         assert np.allclose(got, want, atol=4 * one.allowance)
     if not case.config.cache_config.has_bounds:
@@ -341,7 +331,6 @@ def test_backend_follows_the_oracle(target, case):
         config = case.config.replace(epsilon=epsilon)
         extra, whole = backend.extend_selection(config.selection_config, scores, selected, state[1])
         check_escalation(backend, config, own, selected, backend.to_numpy(state[1]), extra, whole)
-        check_tail(one, scores, whole)
         merged = backend.merge(state, backend.attend(cache, 0, one.native, plan, extra))
         for got, want in zip(merged, one.attended(whole), strict=True):
             assert np.abs(backend.to_numpy(got) - want).max() <= 16 * one.allowance
@@ -443,10 +432,7 @@ def check_storage(one: FilledCase) -> None:
             assert (backend.to_numpy(got).astype(np.float32) == want.astype(np.float32)).all()
     assert cache.bytes_k_reread == one.ref_cache.bytes_k_reread
     if cache_config.method_spec.follows:
-        assert cache.bytes_k_reread == tail_bytes_reread(case)
-    assert (cache.correction is None) == (cache_config.correction_tokens == 0)
-    if cache_config.correction_tokens:
-        check_stored_tail(one)
+        assert cache.bytes_k_reread == 0
     if cache_config.enabled and cache.summaries[0]:
         stored = sum(backend.to_numpy(a).nbytes for a in cache.summaries[0].values())
         per_group = stored / (case.spec.num_units * case.num_kv_heads * cache_config.groups_per_unit)
@@ -454,70 +440,6 @@ def check_storage(one: FilledCase) -> None:
     if cache_config.method == "rq":  # the same codes, so the same visit lists
         same = backend.to_numpy(cache.summaries[0]["codes"]) == one.ref_cache.summaries[0]["codes"]
         assert same.mean() > 0.999
-
-
-def tail_bytes_reread(case: Case) -> int:
-    """V of the skipped-mass correction groups whose tokens did not come in one write."""
-    size, num_groups = case.config.cache_config.correction_tokens, 0
-    for length in case.lengths if size else ():
-        chunked = max(length - case.steps, 0)
-        for start in range(0, length - size + 1, size):
-            end = start + size
-            whole = start // case.chunk == (end - 1) // case.chunk and end <= chunked
-            num_groups += not (whole or size == 1)
-    return num_groups * case.num_kv_heads * size * case.spec.of_values().k_token_bytes
-
-
-def check_stored_tail(one: FilledCase) -> None:
-    """D + 2 bytes a correction group and kv head, counted by every scoring pass; the oracle's codes, +-1 at ties."""
-    case, config = one.case, one.case.config
-    stored = {name: one.backend.to_numpy(array) for name, array in one.cache.correction.summaries[0].items()}
-    want = one.ref_cache.correction.summaries[0]
-    per_unit = config.cache_config.unit_tokens // config.cache_config.correction_tokens
-    bytes_each = sum(array.nbytes for array in stored.values()) / (case.spec.num_units * case.num_kv_heads * per_unit)
-    assert bytes_each == case.head_dim + 2
-    for units in (1, 7):
-        lengths = [units * config.cache_config.unit_tokens]
-        untailed = config.replace(correction_tokens=0, mean_tokens=config.cache_config.mean_tokens)
-        without = scoring_bytes(untailed, case.head_dim, lengths)
-        assert scoring_bytes(config, case.head_dim, lengths) - without == units * per_unit * bytes_each
-    assert set(stored) == set(want)
-    scale = want["mean_scale"].astype(np.float64)
-    assert np.allclose(stored["mean_scale"].astype(np.float64), scale, rtol=2**-10)
-    gap = np.abs(stored["mean"].astype(int) - want["mean"])
-    # a scale that rounds otherwise moves codes of its group, too
-    assert gap.max() <= 1 and (gap[stored["mean_scale"] == want["mean_scale"]] == 0).mean() > 0.99
-
-
-def check_tail(one: FilledCase, scores, selected) -> None:
-    """The correction (out, lse) of what was left out: as the oracle computes it from the same scores, selection, log
-    mass and stored means; merged in, it changes nothing where nothing is added. Reads neither K nor V."""
-    backend, case, cache, ref_cache = one.backend, one.case, one.cache, one.ref_cache
-    if not case.config.cache_config.correction_tokens:
-        return
-    state = backend.attend(cache, 0, one.native, one.plan, selected)
-    without_kv = replace(cache, k=[None], v=[None])
-    correction = backend.attend_correction(without_kv, 0, one.plan, scores, selected, state[1])
-    stored = {name: backend.to_numpy(array) for name, array in cache.correction.summaries[0].items()}
-    own = replace(ref_cache, correction=replace(ref_cache.correction, summaries=[stored]))
-    host, read, lse = selection_on_host(backend, selected), *(one.host(x) for x in state)
-    want_out, want_lse = reference.attend_correction(own, 0, one.plan, scores_on_host(backend, scores), host, lse)
-    out, correction_lse = (one.host(x) for x in correction)
-    assert out.shape == want_out.shape == (*lse.shape, case.head_dim) and correction_lse.shape == lse.shape
-    nothing = np.isneginf(want_lse)
-    assert (np.isneginf(correction_lse) == nothing).all() and (out[nothing] == 0).all()
-    estimate = backend.to_numpy(scores.estimate)
-    largest = max(np.abs(estimate[np.isfinite(estimate)]).max(initial=0), np.abs(lse).max())
-    rounding = EPS["float32"] * (16 + 4 * largest)  # of a float32 sum of exponentials
-    assert np.abs(correction_lse[~nothing] - want_lse[~nothing]).max(initial=0) <= rounding
-    most = 127 * stored["mean_scale"].astype(np.float64).max()
-    assert np.abs(out - want_out).max() <= 4 * rounding * most
-    expected, expected_lse = reference.merge((read, lse), (want_out, want_lse))
-    whole = backend.add_correction(cache, 0, one.plan, scores, selected, state)
-    for merged, merged_lse in (map(one.host, x) for x in (backend.merge(state, correction), whole)):
-        assert (merged[nothing] == read[nothing]).all() and (merged_lse[nothing] == lse[nothing]).all()
-        assert np.abs(merged - expected).max() <= 8 * rounding * max(most, np.abs(expected).max())
-        assert np.abs(merged_lse - expected_lse).max() <= 2 * rounding
 
 
 def allowance(case: Case, keys: list[np.ndarray], q: np.ndarray) -> float:
@@ -761,22 +683,20 @@ class Pages:
         return self.backend.to_numpy(self.backend.score(self.cache, 0, q, self.plan(sequence)).estimate)
 
     def read(self, sequence, q) -> list[np.ndarray]:
-        """Return what a step computes: estimates, groups, attention and its correction."""
+        """Return what a step computes: estimates, groups and attention."""
         backend, plan = self.backend, self.plan(sequence)
         scores = backend.score(self.cache, 0, q, plan)
         selected = backend.select(scores, plan)
         out, lse = backend.attend(self.cache, 0, q, plan, selected)
-        arrays = [scores.estimate[..., : int(plan.ends[0])], selected.groups, out, lse]
-        if self.config.cache_config.correction_tokens:
-            arrays += backend.attend_correction(self.cache, 0, plan, scores, selected, lse)
+        arrays = scores.estimate[..., : int(plan.ends[0])], selected.groups, out, lse
         return [backend.to_numpy(x) for x in arrays]
 
 
 def check_fork(target, config: EpsConfig, bits: KvFormats = (16, 16)) -> None:
-    """A fork copies only the open unit, with its summaries and running statistics, those of the correction too."""
+    """A fork copies only the open unit, with its summaries and running statistics."""
     rng = np.random.default_rng(5)
     shared = rng.normal(size=(2, 300, 2, 16)).astype(np.float32)  # K and V; long enough for the centroid of key codes
-    corrections = rng.normal(size=(2, 2, 30, 2, 16)).astype(np.float32)
+    diverging = rng.normal(size=(2, 2, 30, 2, 16)).astype(np.float32)
     one = Pages(*target, config, bits)
     q = one.give(rng.normal(size=(1, 4, 16)).astype(np.float32))
     first, _ = one.pool.open([])
@@ -784,31 +704,27 @@ def check_fork(target, config: EpsConfig, bits: KvFormats = (16, 16)) -> None:
     second = one.pool.fork(first)
     for t in range(30):
         for which, sequence in enumerate((first, second)):
-            one.append(sequence, corrections[which, :, t : t + 1], 1000 * (which + 1) + t)
+            one.append(sequence, diverging[which, :, t : t + 1], 1000 * (which + 1) + t)
     assert one.copied == 1
     one.pool.check()
-    if config.cache_config.method in ("jl", "box", "meanstd") and not config.cache_config.correction_tokens:
+    if config.cache_config.method in ("jl", "box", "meanstd"):
         assert one.cache.bytes_k_reread == 0
     for which, sequence in enumerate((first, second)):
         alone = Pages(*target, config, bits)
         only, _ = alone.pool.open([])
         alone.append(only, shared, 0)
-        alone.append(only, corrections[which], 7, 1)
-        found, wanted = one.read(sequence, q), alone.read(only, q)
-        for got, want in zip(found, wanted, strict=True):
+        alone.append(only, diverging[which], 7, 1)
+        for got, want in zip(one.read(sequence, q), alone.read(only, q), strict=True):
             assert np.array_equal(got, want)
-        if config.cache_config.correction_tokens:
-            assert np.isfinite(found[-1]).all(), "nothing was added: this says nothing"
 
 
 @pytest.mark.parametrize(
     "config",
     [
         *(eps(method, group_size=8) for method in ("jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")),
-        eps("box", group_size=8, correction_tokens=32, budget=0.1),
-        eps("moments", group_size=32, correction_tokens=64, budget=0.2),
+        eps("moments", group_size=32, budget=0.2),
     ],
-    ids=lambda config: f"{config.cache_config.method}-tail{config.cache_config.correction_tokens}",
+    ids=lambda config: f"{config.cache_config.method}-S{config.cache_config.S}",
 )
 def test_fork_then_diverge_equals_two_independent_sequences(target, config):
     for bits in ((16, 16), (8, 4), ("nvfp4", "fp8")) if config.cache_config.method == "box" else ((16, 16),):

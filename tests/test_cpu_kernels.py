@@ -35,7 +35,7 @@ CASES = [
     Case((300, 130), eps("rq", group_size=2, rescore=0.2), 32, 2, 128, "bfloat16", 150),
     Case((600, 290), eps("rq", group_size=2), dtype="float16", head_dim=80, chunk=200),
     Case((290,), eps("rq", group_size=2, rescore=0.5), head_dim=33),
-    Case((300,), eps("meanstd", group_size=48, correction_tokens=96), num_heads=6, num_kv_heads=2, head_dim=20),
+    Case((300,), eps("meanstd", group_size=48), num_heads=6, num_kv_heads=2, head_dim=20),
     Case((400, 128), eps("meanstd", group_size=128), num_heads=5, num_kv_heads=1, dtype="bfloat16"),
     Case((300, 290), eps("rq", group_size=2), kind="ties", scale_q=1.0),
     Case((300,), eps("rq"), kind="equal"),
@@ -45,8 +45,8 @@ CASES = [
     Case((700, 290), eps("rq", mean_tokens=64, cascade=(0.25,)), num_heads=8, head_dim=128, dtype="bfloat16"),
     Case((100, 37), eps("rq")),  # one full unit, and none
     Case((150, 37, 1), eps("meanstd"), num_heads=16, num_kv_heads=1, head_dim=33, dtype="float16"),
-    Case((530, 300), eps("meanstd", group_size=128, correction_tokens=128), 8, 2, 128, "bfloat16"),
-    Case((150, 37), eps("meanstd", group_size=3, block_size=3, correction_tokens=60), num_heads=3, num_kv_heads=1),
+    Case((530, 300), eps("meanstd", group_size=128), 8, 2, 128, "bfloat16"),
+    Case((150, 37), eps("meanstd", group_size=3, block_size=3), num_heads=3, num_kv_heads=1),
     Case((150, 37), eps("meanstd"), kind="outlier", dtype="bfloat16"),
     Case((290, 200), eps("meanstd", group_size=48), num_heads=6, num_kv_heads=3, head_dim=80),
     Case((150, 64), eps("meanstd", num_sink_tokens=0, num_recent_tokens=0, budget=0.1)),
@@ -196,15 +196,13 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         last = used.sum()
         assert last > 0 and not done[~used].any(), kernel.__name__
         assert used[:last].all() or kernel.__name__ == "score_and_read", kernel.__name__  # of more than one kernel
-        # whose last sums nothing where a correction does
-        filled = done[used][:-1] if kernel.__name__ == "score_and_read" else done[used]
-        assert (filled > 0).all() and (done[used] == taken[used] - 1).all(), kernel.__name__
+        assert (done[used] > 0).all() and (done[used] == taken[used] - 1).all(), kernel.__name__
         kernels.add(kernel.__name__)
 
     backend = bound("cuda", "numba")
     monkeypatch.setattr(kernels_of(backend), "run", counted)
     for config, whole_rows in (
-        (EpsConfig.of(method="rq").with_correction(), False), (EpsConfig.of(method="rq"), False),
+        (EpsConfig.of(method="rq"), False),
         (EpsConfig.of(method="rq", mean_tokens=64), True),
         (EpsConfig.of(method="rq", mean_tokens=64, rescore=0), False),
     ):  # fmt: skip
@@ -212,14 +210,11 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         s = filled(backend, Case((600,), config))
         scores = backend.score(s.cache, 0, s.native, s.plan)
         selection = backend.select(scores, s.plan)
-        state = backend.attend(s.cache, 0, s.native, s.plan, selection)
+        backend.attend(s.cache, 0, s.native, s.plan, selection)
         backend.attend(s.cache, 0, s.native, s.plan, None)
         kernels_of(backend).table().attend_fused(s.cache, 0, s.native, s.plan)
         backend.skipped_mass(scores, selection)
-        if s.cache.cache_config.correction_tokens:
-            backend.add_correction(s.cache, 0, s.plan, scores, selection, state)
-    parts = {"score_units", "select_topk", "attend", "attend_correction", "skipped_mass"}
-    assert kernels == parts | {"score_and_read", "place_rows"}
+    assert kernels == {"score_units", "select_topk", "attend", "skipped_mass", "score_and_read", "place_rows"}
 
 
 def test_attention_waits_for_the_row_of_its_task():
@@ -364,7 +359,7 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         np.testing.assert_array_equal(values, halves.view(np.float16).astype(np.float32))
         backend = load_backend("cuda")
         for dtype, config, bits in (
-            ("float32", EpsConfig.of(method="rq", rescore=0.2, correction_tokens=64), (16, 16)),
+            ("float32", EpsConfig.of(method="rq", rescore=0.2), (16, 16)),
             ("bfloat16", EpsConfig.of(method="rq", mean_tokens=64, cascade=(0.5, 0.2)), (16, 16)),
             ("float16", EpsConfig.of(method="box", group_size=16), (16, 16)),
             ("bfloat16", EpsConfig.of(method="box"), (8, 4)),
@@ -384,8 +379,6 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
                 assert scores.kernels == kernels
                 selection = backend.select(scores, plan)
                 out, lse = backend.attend(cache, 0, q, plan, selection)
-                if config.cache_config.correction_tokens:
-                    out, lse = backend.add_correction(cache, 0, plan, scores, selection, (out, lse))
                 rows = Rows.of(plan.table, plan.lengths, np.array([7]))
                 several = backend.from_numpy(rng.normal(size=(7, 6, 64)), "float32", "cpu")
                 read = backend.attend_rows(cache, 0, several, rows)

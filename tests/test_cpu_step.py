@@ -274,7 +274,6 @@ def test_what_a_step_does_not_support_runs_layer_by_layer(steps_made: list[int])
     for config in (
         EpsConfig.of(method="box", budget=0.2, budget_floor=1),
         EpsConfig.of(method="rq", bound_bits=4, budget=0.2, budget_floor=1),
-        EpsConfig.of(method="rq", correction_tokens=128, budget=0.2, budget_floor=1),
         EpsConfig.of(method="rq", budget=0.2, budget_floor=1, scope="union"),
     ):  # fmt: skip
         decoded(path, config, "float32", PROMPTS[:1])

@@ -27,7 +27,7 @@ CASES = [
     Case((400, 330), eps("rq", mean_tokens=32, group_size=1, cascade=(0.3,)), head_dim=16, num_heads=8),  # of one
     Case((500, 300), eps("rq", mean_tokens=64, cascade=(0.3,), mean_bits=8), head_dim=80, dtype="float16"),
     Case((400,), eps("rq", mean_tokens=64, rescore=0.0), head_dim=33, num_heads=6, num_kv_heads=2),
-    Case((400, 129), eps("rq", mean_tokens=64, cascade=(0.25,), correction_tokens=192, block_size=64), kind="ties"),
+    Case((400, 129), eps("rq", mean_tokens=64, cascade=(0.25,), block_size=192), kind="ties"),
     Case((290,), eps("rq", mean_tokens=64, cascade=(0.25,)), kind="equal"),
     Case((63, 1), eps("rq", mean_tokens=64, cascade=(0.25,))),  # nothing is full
 ]
@@ -35,7 +35,7 @@ CASES = [
 SUMMED = [
     Case(
         (500, 290),
-        eps("rq", mean_tokens=64, group_size=2, cascade=cascade, rescore=0.1, correction_tokens=0, combine="sum"),
+        eps("rq", mean_tokens=64, group_size=2, cascade=cascade, rescore=0.1, combine="sum"),
         num_heads=2 * repeat, head_dim=64, bits=bits,
     )
     for repeat, cascade, bits in (

@@ -25,9 +25,7 @@ from eps_core.integrations.verified import Rounds
 from eps_core.kv_cache.pool import PagePool
 from eps_core.load import load_backend
 
-RQ = EpsConfig.of(
-    "rq", group_size=2, mean_tokens=32, budget=0.2, num_sink_tokens=2, num_recent_tokens=8, correction_tokens=32
-)
+RQ = EpsConfig.of("rq", group_size=2, mean_tokens=32, budget=0.2, num_sink_tokens=2, num_recent_tokens=8)
 
 
 # ---- the pool ----
@@ -105,9 +103,7 @@ def test_a_grown_cache_scores_and_attends_as_one_that_was_large(target: Any) -> 
 
 
 def test_what_a_dead_holder_leaves_is_freed_when_the_pool_is_next_asked() -> None:
-    one = Paged(
-        load_backend("numpy"), CacheSpec(1, 1, 4, 4), EpsConfig.of("rq", correction_tokens=0).cache_config, "cpu"
-    )
+    one = Paged(load_backend("numpy"), CacheSpec(1, 1, 4, 4), EpsConfig.of("rq").cache_config, "cpu")
     first, second = one.open(), one.open()
     assert not one.pool.shares  # but by forks
     one.append([first, second], [20, 20])

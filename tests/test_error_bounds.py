@@ -43,7 +43,7 @@ from experiments.bounds.bounds import (
 from experiments.bounds.truth import Filled
 
 EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
-WITHOUT_BOUNDS = names(lambda one: one.no_bounds and one.role != "correction")
+WITHOUT_BOUNDS = names(lambda one: one.no_bounds)
 
 
 def is_oracle(backend) -> bool:
@@ -131,9 +131,7 @@ class Scene:
 
 def scene(target, repeat: int = 2, kv_heads: int = 2, spread: float = 0.1, **config: Any) -> Scene:
     rng = np.random.default_rng(repeat)
-    eps = EpsConfig.of(
-        **{"group_size": 4, "num_sink_tokens": 4, "num_recent_tokens": 8, "correction_tokens": 0, **config}
-    )
+    eps = EpsConfig.of(**{"group_size": 4, "num_sink_tokens": 4, "num_recent_tokens": 8, **config})
     k = rng.normal(size=(80, 1, kv_heads, 16)) + spread * rng.normal(size=(80, 4, kv_heads, 16))
     k = k.reshape(-1, kv_heads, 16).astype(np.float32)
     v = rng.normal(size=k.shape).astype(np.float32)
@@ -195,7 +193,7 @@ def test_a_method_without_bounds_is_not_strict(target, method):
     backend, device = target
     with pytest.raises(ConfigError, match="eps-strict needs bounds"):
         EpsConfig.of(method=method, strict=True)
-    one = FilledCase(backend, device, Case((150,), EpsConfig.of(method=method, group_size=4, correction_tokens=0)))
+    one = FilledCase(backend, device, Case((150,), EpsConfig.of(method=method, group_size=4)))
     scores = backend.score(one.cache, 0, one.native, one.plan)
     selected = backend.select(scores, one.plan)
     _, lse = backend.attend(one.cache, 0, one.native, one.plan, selected)
@@ -267,7 +265,7 @@ BROKEN = {
 def test_checker_finds_broken_summaries(target, name):
     variant, field, damage, kind = BROKEN[name]
     rng = np.random.default_rng(len(name))
-    config = EpsConfig.of(**variant, group_size=4, correction_tokens=0)
+    config = EpsConfig.of(**variant, group_size=4)
     k = make_keys(kind, 2 * 64, 4, 32, rng).reshape(2, 256, 32).swapaxes(0, 1)
     filled = fill(*target, config, "float32", np.ascontiguousarray(k), np.ascontiguousarray(k))
     units = np.arange(256 // config.cache_config.unit_tokens).repeat(4)
@@ -285,7 +283,7 @@ def test_checker_finds_a_missing_float32_slack(target, monkeypatch):
     rng = np.random.default_rng(0)
     key = rng.normal(size=(1, 1, 128)).astype(np.float16).astype(np.float32)
     k = np.repeat(key, 256, axis=0)
-    config = EpsConfig.of(method="keys", group_size=4, correction_tokens=0)
+    config = EpsConfig.of(method="keys", group_size=4)
     filled = fill(*target, config, "float32", k, k)
     q = (rng.normal(size=(16, 8, 128)) * 1e5).astype(np.float32)
     table = np.arange(16)[:, None]

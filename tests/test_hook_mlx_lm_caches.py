@@ -97,7 +97,7 @@ def test_what_is_evaluated_after_a_chunk_is_all_that_is_left_and_no_copy_of_the_
 
 def test_bytes_are_those_of_the_units_held_summaries_too() -> None:
     model = tiny("llama", mx.bfloat16)
-    pairs = {"group_size": 2, "correction_tokens": 128, "mean_tokens": 32}
+    pairs = {"group_size": 2, "block_size": 128, "mean_tokens": 32}
     with eps(model, **{**SMALL, **pairs}):
         cache = make_prompt_cache(model)
         assert cache[0].nbytes == 0
@@ -106,10 +106,9 @@ def test_bytes_are_those_of_the_units_held_summaries_too() -> None:
         units, groups = 2, 2 * 128 // cache_config.S
         kv = units * 128 * 2 * 2 * 16 * 2  # tokens, K and V, heads, dims, bytes
         # 16 sign bits twice and two scales a group, of a byte each about a mean of 32 tokens; that mean (4 bits a
-        # dimension) and its scale; a mean value (int8) and its scale a unit; of 2 heads
+        # dimension) and its scale; of 2 heads
         assert cache_config.unit_tokens == 128
-        kept = groups * (2 + 2 + 1 + 1) + 4 * units * (8 + 2)
-        assert cache[1].nbytes - kv == 2 * (kept + units * (16 + 2))
+        assert cache[1].nbytes - kv == 2 * (groups * (2 + 2 + 1 + 1) + 4 * units * (8 + 2))
 
 
 def test_caches_may_die_in_another_thread() -> None:

@@ -33,7 +33,7 @@ from eps_mlx.integrations.mlx_lm import engine as mlx_lm_engine
 from eps_mlx.integrations.mlx_lm import open_engine, serve
 from eps_mlx.integrations.mlx_lm.hook import Hook
 
-RQ = {"method": "rq", "budget": 0.1, "group_size": 2, "mean_tokens": 32, "correction_tokens": 128}
+RQ = {"method": "rq", "budget": 0.1, "group_size": 2, "mean_tokens": 32}
 # rq rounds queries, which another order of additions may round to other steps, and bytes must be equal
 WHOLE = {"method": "meanstd", "budget": 0.2, "group_size": 16}
 

@@ -14,7 +14,7 @@ from eps_core.load import load_backend
 STEPS, CHECK_EVERY = 10_000, 500
 LAYERS, HEADS, DIM = 2, 2, 8
 STORES = {
-    "rq": EpsConfig.of("rq", correction_tokens=32, block_size=16).cache_config,
+    "rq": EpsConfig.of("rq", mean_tokens=32, block_size=16).cache_config,
     "box": EpsConfig.of("box", group_size=4).cache_config,
     "jl": EpsConfig.of("jl", group_size=32, dim=4).cache_config,  # follows its partial groups
 }

@@ -37,12 +37,10 @@ def cell(**values: Any) -> dict[str, Any]:
 
 
 def test_an_arm_is_named_by_what_sets_it_apart() -> None:
-    usual = {"rescore": 0.0, "correction_tokens": 0, "sink_recent": [4, 8], "bound_bits": 0, "scope": "kv-head"}
+    usual = {"rescore": 0.0, "sink_recent": [4, 8], "bound_bits": 0, "scope": "kv-head"}
     assert variant_name(cell(**usual)) == "rq 1 bit S=2"
-    other = {"rescore": 0.125, "correction_tokens": 64, "sink_recent": [16, 128], "bound_bits": 8, "scope": "union"}
-    assert (
-        variant_name(cell(**other)) == "rq 1 bit S=2 +1 bit correction sink and recent tokens 16+128 8 bit bounds union"
-    )
+    other = {"rescore": 0.125, "sink_recent": [16, 128], "bound_bits": 8, "scope": "union"}
+    assert variant_name(cell(**other)) == "rq 1 bit S=2 +1 bit sink and recent tokens 16+128 8 bit bounds union"
     assert variant_name(cell(**usual, mean_tokens=32, cascade=[0.25])) == "rq 1 bit S=2 about 32"
     assert variant_name(cell(**usual, mean_tokens=64, cascade=None)) == "rq 1 bit S=2 about 64, whole"
 

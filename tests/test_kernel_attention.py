@@ -6,14 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_scenes import Case, Filled, changed, check_state, like, query, selection_of
-from test_conformance import Case as CacheCase
-from test_conformance import FilledCase, eps
+from kernel_scenes import Case, Filled, check_state, query, selection_of
 
 from eps_core import reference
-from eps_core.attention.protocol import Scores
-from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.reference.selection import missing_groups
 
 pytestmark = pytest.mark.kernels("numba", "triton", "metal", arrays=False)
 SHIM_ORDERS = ("forward", "backward")
@@ -97,70 +92,3 @@ def test_codes_stay_within_float16_and_nan_stays(target, bits) -> None:
             one.write(0, one.keys[0], np.full_like(one.values[0], value))
         out = backend.to_numpy(backend.attend(one.cache, 0, q, one.plan, None)[0])
         assert (out == value).all() if math.isfinite(value) else np.isnan(out).all()
-
-
-# Corrections for what a list leaves out
-
-
-CORRECTIONS = [
-    CacheCase((64, 1, 30), eps("meanstd", group_size=2, block_size=4, correction_tokens=8)),
-    CacheCase((190, 64, 65), eps("meanstd", group_size=2, block_size=64, correction_tokens=64), 8, 2, 64, "bfloat16"),
-    CacheCase((143, 48), eps("meanstd", group_size=3, block_size=12, correction_tokens=24), 6, 2, 80, "float16"),
-    CacheCase((120,), eps("meanstd", group_size=5, block_size=20, correction_tokens=60), 16, 2, 33),
-    CacheCase((128,), eps("meanstd", group_size=16, correction_tokens=16), 16, 1, 128, "bfloat16"),
-    CacheCase((1300,), eps("meanstd", group_size=2, block_size=4, correction_tokens=4), 2, 1),  # several splits
-]
-
-
-def check_correction(backend, device, case: CacheCase, offset: float, share: float = 0.4) -> None:
-    """(out, lse) of random lists and estimates, some of them no number, by means of which some are invalid and all that
-    do not count are hidden. `offset`: what estimates of listed groups are too high by."""
-    one, rng = FilledCase(backend, device, case), np.random.default_rng(2)
-    inner, judge = one.cache.correction, one.ref_cache
-    # tokens that were written and taken back: groups that were full are open
-    plan = StepPlan.of(case.config, one.table, np.maximum(one.lengths - 3, 1))
-    shape = len(case.lengths), case.num_kv_heads, plan.num_groups
-    listed = (rng.random(shape) < share) & plan.inside[:, None]
-    estimate = rng.normal(size=shape) * 3 + np.where(listed, 3 + offset, 0)
-    for value, of in ((np.inf, 0.05), (np.nan, 0.02)):
-        estimate[rng.random(shape) < of] = value
-    estimate = np.where(plan.inside[:, None], estimate, -np.inf).astype(np.float32)
-    gone = rng.random(len(inner.state[0].fill)) < 0.2
-    for cache in (inner, judge.correction):
-        cache.state[0].fill[gone], cache.state[0].history = 0, 1 + cache.state[0].history
-    if inner.valid:
-        flags = inner.state[0].valid(np.arange(len(gone)))
-        inner.valid[0] = like(inner.valid[0], flags.astype(np.uint8))
-    stored = {name: backend.to_numpy(array) for name, array in inner.summaries[0].items()}
-    judge = replace(judge, correction=replace(judge.correction, summaries=[stored]))
-    per_unit = inner.cache_config.groups_per_unit
-    counted = ~missing_groups(inner.state[0], plan.table, plan.lengths)
-    hidden = np.ones((one.cache.spec.num_units, 1, per_unit), bool)
-    for b, index in np.argwhere(counted):
-        hidden[plan.table[b, index // per_unit], 0, index % per_unit] = False
-    inner.summaries[0]["mean_scale"] = changed(inner.summaries[0]["mean_scale"], hidden, np.full((), np.nan))
-    lse = rng.normal(8, 3, (len(case.lengths), case.num_heads)).astype(np.float32)
-    missing = np.zeros(len(case.lengths), np.int64)
-    scores = Scores(like(one.native, estimate), None, None, missing, kernels=one.cache.kernels)
-    got = backend.attend_correction(one.cache, 0, plan, scores, selection_of(one.native, listed), like(one.native, lse))
-    host = Scores(estimate.astype(np.float64), None, None, missing)
-    want = reference.attend_correction(judge, 0, plan, host, selection_of(estimate, listed), lse.astype(np.float64))
-    out, mass = (backend.to_numpy(x).astype(np.float64) for x in got)
-    np.testing.assert_array_equal(np.isneginf(mass), np.isneginf(want[1]))
-    there = ~np.isneginf(want[1])
-    assert not np.isnan(mass).any()
-    assert (np.abs(mass[there] - want[1][there]) <= 2.0**-18 * (1 + np.abs(want[1][there]))).all(), "log mass differs"
-    largest = 127 * stored["mean_scale"].astype(np.float64).max()
-    assert np.abs(out - want[0]).max() <= 2.0**-18 * largest, "correction differs"
-    if one.cache.kernels == "metal":
-        from metal import shim
-
-        skipped = np.isfinite(estimate) & ~listed
-        with_mass = skipped.reshape(*shape[:2], counted.shape[1], -1).any(axis=3) & counted[:, None]
-        fetched = shim.last["eps_correction_parts"].read["mean"]
-        assert fetched == with_mass.sum() * case.head_dim, "bytes read are not those of means with mass"
-
-
-@pytest.mark.parametrize(("case", "offset"), [*((case, 3.0) for case in CORRECTIONS), (CORRECTIONS[3], -9.0)], ids=str)
-def test_corrections_count_what_was_skipped(target, case, offset) -> None:
-    check_correction(*target, case, offset)

@@ -61,7 +61,6 @@ def raises(result):
         ("attend", lambda r: (r[0] * np.nan, r[1]), "dense outputs differ"),
         ("attend_rows", lambda r: replace(r, out=r.out * 1.5), "verified outputs differ by"),
         ("attend_rows", lambda r: replace(r, selected_lse=r.selected_lse + 0.1), "verified lse of what was selected"),
-        ("attend_correction", lambda r: (r[0], r[1] + 0.1), "correction lse differ by"),
         (
             "score",
             lambda r: type(r)(r.estimate * 1.01, None, None, r.num_missing, kernels=r.kernels),
@@ -75,7 +74,7 @@ def test_what_is_wrong_is_named(monkeypatch, name, change, expected) -> None:
     import eps_cuda
 
     monkeypatch.setattr(eps_cuda, name, broken(eps_cuda, name, change))
-    config = EpsConfig.of(method="rq").with_correction()
+    config = EpsConfig.of(method="rq")
     fault = disagreement(eps_cuda, "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, config, verified=True)
     assert fault is not None and expected in fault
 
@@ -106,18 +105,17 @@ def test_arrays_and_emulated_kernels_are_not_checked(monkeypatch) -> None:
         assert session.kernels == kernels and session.fault is None
 
 
-@pytest.mark.parametrize("correction_tokens", [0, 128])
 @pytest.mark.parametrize("change", [
     lambda one: replace(one, out=one.out * 1.5), lambda one: replace(one, out=one.out * float("nan")),
     lambda one: replace(one, lse=one.lse + 0.1),
 ])  # fmt: skip
-def test_a_whole_layer_that_is_not_its_parts_is_named(monkeypatch, change, correction_tokens) -> None:
+def test_a_whole_layer_that_is_not_its_parts_is_named(monkeypatch, change) -> None:
     import eps_cuda
     from eps_cuda.kernels.cpu import KERNELS
 
     kernel = KERNELS.attend_fused
-    real, config = kernel.run, EpsConfig.of(method="rq", correction_tokens=correction_tokens)
-    shape = "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, config
+    real = kernel.run
+    shape = "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, EpsConfig.of(method="rq")
     assert disagreement(eps_cuda, *shape) is None
     monkeypatch.setattr(kernel, "run", lambda *at: change(real(*at)))
     fault = disagreement(eps_cuda, *shape)

@@ -54,7 +54,7 @@ def put_metal_mutant(patch: pytest.MonkeyPatch, module: ModuleType, name: str, o
     patch.setattr(module, name, broken(right) if hasattr(right, "source") else lambda *made: broken(right(*made)))
 
 
-ATTEND, CODES, CORRECTION = attention.CASES[0], attention.CASES[17], attention.CORRECTIONS[0]
+ATTEND, CODES = attention.CASES[0], attention.CASES[17]
 Check = Callable[[ModuleType], None]
 
 
@@ -64,10 +64,6 @@ def device(backend: ModuleType) -> str:
 
 def attend(case: attention.Case = ATTEND) -> Check:
     return lambda backend: attention.check_attend(backend, device(backend), case, "float32")
-
-
-def correct(offset: float = 3.0) -> Check:
-    return lambda backend: attention.check_correction(backend, device(backend), CORRECTION, offset)
 
 
 def rows(backend: ModuleType) -> None:
@@ -101,11 +97,7 @@ TRITON: dict[str, tuple[str, str, str, Check]] = {
     "takes K's scale for V's": (
         "attend", "load_values(v, row, value_scale,", "load_values(v, row, key_scale,", attend(CODES)),
     "keeps old sums unscaled": ("attend", "acc = acc * shrink[:, None]", "acc = acc * 1.0", splits),
-    "drops a split": ("attend", "inside = split < num_splits", "inside = split < num_splits - 1", splits),
-    "counts what was read": ("correction", "known & (selected == 0) & usable[:, None]", "known & usable[:, None]",
-                             correct()),
-    "raises what is lower": ("correction", "tl.where(seen > read_mass, seen - read_mass, 0.0)", "(seen - read_mass)",
-                             correct(-9.0)),
+    "drops a split": ("attend", "split < num_splits,", "split < num_splits - 1,", splits),
     "sees the next row": ("rows", "length - num_rows + row + 1", "length - num_rows + row + 2", rows),
     "leaves NaN in unseen values": ("rows", "value = tl.where(finite, value, 0.0)",
                                     "value = tl.where(finite, value, value)", unseen),
@@ -136,7 +128,6 @@ METAL: dict[str, tuple[str, str, str, str, Check]] = {
     "no rescale of splits": ("attend", "merge", "D + d] * exp2(part_mass[at * 2] - top)", "D + d]",
                              attend(attention.CASES[10])),
     "swaps the codes of a byte": ("attend", "reading", "int((from + i) % 2)", "int((from + i + 1) % 2)", attend(CODES)),
-    "reads means without mass": ("correction", "parts", "if (factor[j] != 0.0f)", "if (true)", correct()),
     "rows see the next row": ("rows", "rows", "length - rows + row + 1", "length - rows + row + 2", rows),
     "stale mask": ("select", "_topk", "for (int g = limit + tid", "for (int g = limit + 1 + tid",
                    topk("groups past the end")),

@@ -32,7 +32,7 @@ class Case:
     mean_bits: int = 4
     cascade: tuple[float, ...] = (0.25,)
     rescore: float = 0.125
-    correction_tokens: int = 64
+    block_size: int = 64
     num_units: int = 9
     combine: str = "max"
     repeated: bool = False  # a unit of the pool occurs several times: whole runs of equal estimates
@@ -44,7 +44,7 @@ class Case:
             return EpsConfig.of(method=self.method, group_size=self.size, budget=0.01)
         return EpsConfig.of(
             method="rq", group_size=self.size, mean_tokens=self.mean_tokens, mean_bits=self.mean_bits,
-            cascade=self.cascade, rescore=self.rescore, correction_tokens=self.correction_tokens,
+            cascade=self.cascade, rescore=self.rescore, block_size=self.block_size,
             budget=0.01, combine=self.combine,
         )  # fmt: skip
 
@@ -77,7 +77,7 @@ CASES = {
     "three heads, read at once": replace(ONCE, head_dim=160, repeat=3, num_units=3),
     "nine heads, read at once": replace(ONCE, repeat=9, num_units=3),
     "seventeen heads, read at once": replace(ONCE, repeat=17, num_units=3),
-    "two means a unit, read at once": replace(ONCE, correction_tokens=128, num_units=4),
+    "two means a unit, read at once": replace(ONCE, block_size=128, num_units=4),
     "96 dimensions, read at once": replace(ONCE, head_dim=96, repeat=2),
     "no power of two, read at once": Case(80, 5, size=4, cascade=(), rescore=1.0, mean_bits=8, combine="sum"),
     "summed in three parts": Case(64, 4, mean_tokens=64, cascade=(0.5, 0.2), rescore=0.0625, combine="sum"),

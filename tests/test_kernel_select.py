@@ -77,7 +77,7 @@ def check_topk(
 ) -> None:  # fmt: skip
     lengths, block = np.array(lengths, np.int64), next(b for b in (16, size, size * 2) if b % size == 0)
     config = EpsConfig.of(
-        method="box", group_size=size, block_size=block, correction_tokens=0, budget=share, num_sink_tokens=first,
+        method="box", group_size=size, block_size=block, budget=share, num_sink_tokens=first,
         num_recent_tokens=last, min_context=min_context,
     )  # fmt: skip
     one = backend.new_cache(CacheSpec(1, 1, 16, 1), EpsConfig.of(method="box").cache_config, device)

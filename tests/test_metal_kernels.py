@@ -165,13 +165,6 @@ def launched() -> list[tuple]:
             rows, groups = one.rows(), one.plan.num_groups
             for listed in (None, mx.zeros((rows.total, case.num_kv_heads, groups), mx.bool_)):
                 METAL.attend_rows(one.cache, 0, q, rows, listed)
-            config = eps("meanstd", group_size=2, correction_tokens=16)
-            full = FilledCase(
-                METAL, "cpu", CacheCase((65,) * batch, config, heads, 2, head_dim, dtype, chunk=65, steps=1)
-            )
-            scores = METAL.score(full.cache, 0, full.native, full.plan)
-            selection = METAL.select(scores, full.plan)
-            METAL.attend_correction(full.cache, 0, full.plan, scores, selection, mx.zeros((batch, heads)))
         for name in ("one unit", "usual", "odd head dim", "three parts", "two groups a unit", "summed", "whole codes"):
             Summaries(SCORES[name]).estimate(METAL, "cpu")
         turn_units.turn_units(mx.zeros((1, 2, 64), mx.bfloat16), mx.zeros(64), 1)
@@ -190,9 +183,8 @@ def test_clang_accepts_every_text() -> None:
     clang_check = pytest.importorskip("metal.clang_check", reason="libclang is absent", exc_type=ImportError)
     found = texts()
     assert {name.split("_k")[0].split("_v")[0] for name in found.values()} == {
-        "eps_attend_decode", "eps_attend_rows", "eps_attend_merge", "eps_correction_parts", "eps_correction_merge",
-        "eps_score_units", "eps_read_on", "eps_turn_units", "eps_select_topk", "eps_select_best",
-        "eps_compact",
+        "eps_attend_decode", "eps_attend_rows", "eps_attend_merge", "eps_score_units", "eps_read_on",
+        "eps_turn_units", "eps_select_topk", "eps_select_best", "eps_compact",
     }  # fmt: skip
     assert [f"{name} {line}" for text, name in found.items() for line in clang_check.diagnostics(text)] == []
 

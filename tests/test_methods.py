@@ -33,12 +33,11 @@ BYTES = (
     ({"method": "keys", "bits": 4}, (9, 18, 25, 40, 48, 72, 296)),
     ({"method": "keys", "bits": 8}, (9, 28, 41, 72, 88, 136, 584)),
     ({"method": "oracle"}, (0, 0, 0, 0, 0, 0, 0)),
-    ({"method": "mean"}, (3, 22, 35, 66, 82, 130, 578)),
 )
 
 
 def store_of(settings: dict) -> CacheConfig:
-    sized = {"group_size": 4, "correction_tokens": 0}
+    sized = {"group_size": 4}
     return CacheConfig(**settings) if settings["method"] == "off" else CacheConfig(**{**sized, **settings})
 
 

@@ -29,8 +29,8 @@ def logits_of(backend, device, model, config):
 
 # of the backend, of its cache module, of the decoder: all that EPS adds
 BACKEND_PARTS = (
-    "score", "select", "skipped_mass", "bounds", "bound_error", "extend_selection", "merge", "add_correction",
-    "attend_correction", "attend_own", "unread_share", "moved_by",
+    "score", "select", "skipped_mass", "bounds", "bound_error", "extend_selection", "merge", "attend_own",
+    "unread_share",
 )  # fmt: skip
 CACHE_PARTS = ("GroupState", "build_summary", "_update_summaries", "_add_summaries")
 

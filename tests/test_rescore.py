@@ -21,7 +21,7 @@ TIES = 2e-4  # share of codes that float32 may round to the other side of a step
 
 def case_of(lengths: tuple[int, ...] = (600, 290, 37), rescore: float = 0.125, **more) -> Case:
     # a budget so small that the share to refine is more than twice what is selected
-    settings = {"group_size": 2, "correction_tokens": 0, "mean_tokens": 32, "mean_bits": 8, "cascade": ()}
+    settings = {"group_size": 2, "mean_tokens": 32, "mean_bits": 8, "cascade": ()}
     settings |= {"budget": 0.002, "combine": "max", **more.pop("config", {})}
     config = eps("rq", rescore=rescore, **settings)
     return Case(lengths, config, **{"head_dim": 32, "chunk": 333, **more})

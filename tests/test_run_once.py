@@ -24,7 +24,7 @@ CHUNK = 50
 BOX: dict[str, Any] = {"method": "box", "group_size": 8, "num_sink_tokens": 4, "num_recent_tokens": 16, "budget": 0.3}
 CONFIGS = {
     "box": BOX,
-    "pages": {**BOX, "group_size": 32, "correction_tokens": 64},
+    "pages": {**BOX, "group_size": 32},
     "rq": {"method": "rq", "budget": 0.3, "num_sink_tokens": 4, "num_recent_tokens": 16},
     "bounds": {**BOX, "bound_bits": 8, "strict": True},
 }

@@ -11,7 +11,7 @@ from eps_core.config.eps import FLAT, EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.integrations.settings import Settings, from_environment
 from eps_core.io.resumable import difference
-from eps_core.io.schema import KEYS, SCHEMA, SETTINGS, current
+from eps_core.io.schema import KEYS, REMOVED, SCHEMA, SETTINGS, current
 from eps_core.metrics.steps import STEP_KEYS, summarise
 from eps_core.report.load import load_results
 
@@ -22,8 +22,6 @@ OLD_FLAGS = {
     "--eps-unit-tokens": ("32", "mean_tokens"),
     "--eps-stages": ("0.25", "cascade"),
     "--eps-refine": ("0.25", "rescore"),
-    "--eps-tail": ("mean", "correction_tokens"),
-    "--eps-tail-tokens": ("64", "correction_tokens"),
 }
 
 
@@ -32,7 +30,7 @@ def test_every_new_name_is_in_use() -> None:
     written = set(STEP_KEYS) | set(summarise([])) | set(FLAT)
     elsewhere = {
         "sink_recent", "always_selected_ratio", "skipped_mass_bound_mean", "skipped_mass_true_mean",  # cells of grids
-        "correction", "correction_ms", "correction_bytes", "sparse_exceeds_last_cache",  # bench
+        "sparse_exceeds_last_cache",  # bench
         "eps_tokens_per_s",  # of engines
         "error_bound", "bounded_share", "bound_violations",  # replays, tables of bounds
     }  # fmt: skip
@@ -89,4 +87,30 @@ def test_results_of_schema_1_are_read(tmp_path: Path) -> None:
     assert run_read["run"]["config"] == {"rescore": 0.5}
     assert run_read["steps"] == [{"type": "step", **new, "pages_always_selected": 3}]
     assert current({"settings": {"stages": 1}}) == {"settings": {"stages": 1}}  # of a KV format
-    assert current([{"tail": {"tail_ms": 1}}]) == [{"correction": {"correction_ms": 1}}]
+    assert current([{"guards": {"escalations": 1}}]) == [{"sink_recent": {"extensions": 1}}]
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_setting_that_is_gone_is_dropped_where_it_was_off_and_refused_where_it_was_on(
+    name: str, tmp_path: Path
+) -> None:
+    path, new = tmp_path / "old.jsonl", json.loads(json.dumps(EpsConfig("rq").to_dict()))
+    for off in (0, None):
+        old = new | {name: off}
+        assert EpsConfig.of(**old) == EpsConfig.of(**from_environment({"EPS_METHOD": "rq"})) == EpsConfig("rq")
+        assert from_environment({f"EPS_{name.upper()}": json.dumps(off)}) == {}
+        assert difference("config", old, new) is None
+        path.write_text(json.dumps({"type": "run", "config": old}) + "\n" + '{"type": "step"}\n')
+        assert load_results([path]).runs[0]["run"]["config"] == new
+    on = new | {name: 64}
+    path.write_text(json.dumps({"type": "run", "config": on}) + "\n")
+    for read in (
+        lambda: EpsConfig.of(**on),
+        lambda: Settings.of(on),
+        lambda: from_environment({f"EPS_{name.upper()}": "64"}),
+        lambda: difference("config", on, new),
+        lambda: load_results([path]),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} 64: EPS has no skipped-mass correction") as error:
+            read()
+        assert "\n" not in str(error.value)

@@ -31,7 +31,6 @@ VALUES = {
     "cascade": [(), (0.25,), (0.5, 0.2)],
     "rescore": [0.0, 0.125, 0.5],
     "rq_bounds": [False, True],
-    "correction_tokens": [0, 48, 64],
     "group_size": [1, 2, 16, 32],
     "block_size": [16, 48],
     "budget": [0.05, 0.1],
@@ -63,7 +62,7 @@ def test_replaced_settings_are_as_if_they_had_been_given(first: dict, then: dict
 
 @pytest.mark.parametrize(("config", "changed", "want"), [
     (RQ, {"rq_bounds": True}, {"mean_tokens": 64, "cascade": []}),
-    (RQ, {"block_size": 96}, {"mean_tokens": 32, "correction_tokens": 0}),
+    (RQ, {"block_size": 96}, {"mean_tokens": 32}),
     (RQ, {"rescore": 0.6}, {"cascade": [0.6], "rescore": 0.6}),
     (RQ, {"budget": 0.05}, {"budget": 0.05, "budget_floor": 0}),
     (RQ, {"top_pages": 9}, {"top_pages": 9, "budget_floor": 0}),
@@ -75,7 +74,6 @@ def test_replaced_settings_are_as_if_they_had_been_given(first: dict, then: dict
     (EpsConfig.of(method="box", group_blocks=2), {"group_size": 8}, {"group_size": 8}),
     (EpsConfig.of(method="box", group_blocks=2), {"block_size": 8}, {"group_size": 16}),
     (EpsConfig.of(method="off", mean_tokens=64), {"method": "rq"}, {"mean_tokens": 64, "budget": 0.1}),
-    (EpsConfig.of(method="box", block_size=32).with_correction(), {"method": "meanstd"}, {"correction_tokens": 128}),
 ], ids=str)  # fmt: skip
 def test_what_followed_follows_again(config: EpsConfig, changed: dict, want: dict) -> None:
     assert want.items() <= config.replace(**changed).to_dict().items()
@@ -93,12 +91,7 @@ def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, change
 
 
 @pytest.mark.parametrize(("flat", "why"), [
-    ({"block_size": 80},
-     "does not fit whole into the 80 tokens of a page or correction: "
-     "use pages or a skipped-mass correction of 64 tokens"),
-    ({"correction_tokens": 16},
-     "does not fit whole into the 16 tokens of a page or correction: "
-     "use pages or a skipped-mass correction of 64 tokens"),
+    ({"block_size": 80}, "does not fit whole into the 80 tokens of a page: use pages of 64 tokens"),
     ({"group_size": 64}, "is no multiple of the group of 64 tokens beyond itself: use smaller groups"),
 ], ids=str)  # fmt: skip
 def test_a_default_that_does_not_fit_is_refused(flat: dict, why: str) -> None:

@@ -10,13 +10,13 @@ from eps_core.config.eps import EpsConfig
 from eps_core.kv_cache.groups import GroupState
 from eps_core.kv_cache.step_plan import StepPlan
 
-PAIRS = EpsConfig.of(method="rq", group_size=2, mean_tokens=32, correction_tokens=128)
+PAIRS = EpsConfig.of(method="rq", group_size=2, mean_tokens=32, block_size=128)
 CONFIGS = {
     "the default": EpsConfig.of(method="rq"),
     "sixteen groups a span": PAIRS,
     "the same, wide sink and recent tokens": PAIRS.replace(num_sink_tokens=70, num_recent_tokens=200),
     "no sink and recent tokens": PAIRS.replace(num_sink_tokens=0, num_recent_tokens=0),
-    "each for itself": EpsConfig.of(method="meanstd", correction_tokens=0),
+    "each for itself": EpsConfig.of(method="meanstd"),
     "some sequences dense": EpsConfig.of(method="rq", min_context=300),
 }
 

@@ -23,7 +23,7 @@ from eps_core.io import outputs, tensors
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 7
 LONGER = TEXT + "And then the light went out. " * 2
-RQ = {"method": "rq", "budget": 0.3, "correction_tokens": 64}  # units of 64 tokens
+RQ = {"method": "rq", "budget": 0.3}  # units of 64 tokens
 SETTINGS: dict[str, dict[str, Any]] = {
     "off": {"method": "off"},
     "rq": RQ,
@@ -139,12 +139,11 @@ def test_units_come_back_as_they_were(target: tuple, model: Path, name: str, tmp
         )
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(backend.to_numpy(a), backend.to_numpy(b))
-        for one in (other, other.bound, other.correction):
-            if one is not None and one.cache_config.enabled:
-                per_unit = one.cache_config.spans_per_unit
-                state = one.state[layer].valid(np.arange(8 * per_unit)).reshape(8, per_unit)
-                assert [bool(row.all()) for row in state] == [i in places for i in range(8)]
-                assert not state[0].any()
+        for one in other.parts():
+            per_unit = one.cache_config.spans_per_unit
+            state = one.state[layer].valid(np.arange(8 * per_unit)).reshape(8, per_unit)
+            assert [bool(row.all()) for row in state] == [i in places for i in range(8)]
+            assert not state[0].any()
 
 
 # ---- files that are not what they must be

@@ -47,10 +47,10 @@ def pages(units: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 LAYOUTS = (interleaved_hnd, interleaved_nhd, pages)
 CONFIGS = {
-    "rq@2": {"method": "rq", "group_size": 2, "mean_tokens": 32, "correction_tokens": 128},
+    "rq@2": {"method": "rq", "group_size": 2, "mean_tokens": 32},
     "rq@4": {"method": "rq", "group_size": 4},
     "box": {"method": "box", "group_size": 16},
-    "moments, correction of 64": {"method": "moments", "group_size": 16, "correction_tokens": 64},
+    "moments": {"method": "moments", "group_size": 16},
     "rq@2, summed": {"method": "rq", "group_size": 2, "mean_tokens": 32, "combine": "sum"},
     "rq@2, bounded": {"method": "rq", "bound_bits": 8},
 }
@@ -78,11 +78,8 @@ def caches(config: EpsConfig, layout: Layout, kernels: str, dtype: str) -> tuple
 
 
 def parts(both: tuple[Cache, Cache]) -> Iterator[tuple[Any, Any]]:
-    """Two caches, their corrections and their bounds, where they have any."""
-    for name in ("", "correction", "bound"):
-        one, other = (getattr(cache, name) if name else cache for cache in both)
-        if one is not None and other is not None:
-            yield one, other
+    """Two caches, and their bounds where they have any."""
+    return zip(*(cache.parts() for cache in both), strict=True)
 
 
 def fill(config: EpsConfig, both: tuple[Cache, Cache]) -> tuple[np.ndarray, torch.Generator]:
@@ -132,8 +129,6 @@ def test_strided_pools_equal_contiguous_ones(layout: Layout, settings: dict, ker
                     scores = eps.score(cache, layer, q, plan)
                     chosen = eps.select(scores, plan, layer)
                 state = eps.attend(cache, layer, q, plan, chosen)
-                if chosen is not None and cache.correction is not None:
-                    state = eps.add_correction(cache, layer, plan, scores, chosen, state)
                 found.append((*state, *(() if chosen is None else (chosen.counts, chosen.groups))))
             for mine, other in zip(*found, strict=True):
                 assert torch.isfinite(other).all() and torch.equal(mine, other)
@@ -178,7 +173,7 @@ def test_pools_that_do_not_fit_are_refused() -> None:
 
 
 def test_what_an_engine_wrote_is_adopted_as_if_eps_had_been_there() -> None:
-    config = EpsConfig.of(method="rq", bound_bits=8, budget=0.2).with_correction()
+    config = EpsConfig.of(method="rq", bound_bits=8, budget=0.2)
     watched, late = caches(config, pages, "numba", "float32")
     table, rng = fill(config, (watched, late))
     forget(late)

@@ -1,5 +1,5 @@
-"""What is Triton's own in its attention kernels: splits, strides, the merge with a correction, and what the compilers
-make of them. Values are tested with all kernels, in test_kernel_attention.py."""
+"""What is Triton's own in its attention kernels: splits, strides, and what the compilers make of them.
+Values are tested with all kernels, in test_kernel_attention.py."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,17 +10,11 @@ import pytest
 import torch
 from conftest import bound
 from kernel_scenes import Case, Filled, check_state, query, selection_of
-from test_conformance import Case as CacheCase
-from test_conformance import FilledCase, eps
 from triton_aot import TARGETS, Job, compile_ahead, job
 from triton_interpreter import DEVICE
 
-import eps_cuda
 from eps_core import reference
-from eps_core.attention.protocol import Scores
 from eps_cuda.kernels import attend as attend_module
-from eps_cuda.kernels import correction as tail_module
-from eps_cuda.kernels.dispatch import correction_pools
 
 TRITON = bound("cuda", "triton")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -91,34 +85,6 @@ def test_plans_fill_large_gpus_from_static_sizes_alone():
     assert attend_module.plan(8, 32768, 128, torch.bfloat16, 132, 5).num_splits == 5
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0])
-@pytest.mark.parametrize("largest", [None, 1e38])
-def test_one_kernel_merges_the_correction(share, largest):
-    """As `merge` does; where nothing is skipped, bit for bit what was read; the largest estimates do not overflow."""
-    case = CacheCase((640, 64, 65), eps("meanstd", group_size=2, block_size=4, correction_tokens=4), 8, chunk=640)
-    one = FilledCase(TRITON, DEVICE, case)
-    scores = TRITON.score(one.cache, 0, one.native, one.plan)
-    estimate = scores.estimate if largest is None else torch.where(scores.estimate.isfinite(), largest, scores.estimate)
-    listed = (np.random.default_rng(2).random(tuple(estimate.shape)) < share) & one.plan.inside[:, None]
-    selection = selection_of(one.native, listed)
-    state = TRITON.attend(one.cache, 0, one.native, one.plan, selection)
-    scores = Scores(estimate, None, None, scores.num_missing, kernels="triton")
-    want = eps_cuda.merge(state, TRITON.attend_correction(one.cache, 0, one.plan, scores, selection, state[1]))
-    table, lengths = (torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in (one.table, one.lengths))
-    arguments = (one.native, one.cache.k[0], one.cache.v[0], table, lengths, selection.groups, selection.counts)
-    out, lse = tail_module.attend_with_correction(
-        *arguments, estimate,
-        torch.from_numpy(listed.astype(np.uint8)).to(DEVICE), correction_pools(one.cache, 0), group_size=2,
-        num_splits=2,
-    )  # fmt: skip
-    assert torch.isfinite(out).all()
-    torch.testing.assert_close(out, want[0], rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(lse, state[1], rtol=1e-5, atol=1e-4)  # of what was read
-    if share == 1:
-        read = attend_module.attend_groups(*arguments, group_size=2, num_splits=2)
-        assert torch.equal(out, read[0])
-
-
 # What compilers make of them
 
 
@@ -156,23 +122,6 @@ def merge_job(head_dim: int) -> Job:
     return job(attend_module.merge_kernel, {"D": head_dim, **block}, {"out": "*bf16"})
 
 
-def tail_jobs(head_dim: int, per_correction: int) -> list[Job]:
-    pad, block = tail_module.correction_blocks(per_correction)
-    sizes = {
-        "HKV": 8, "D": head_dim, "TAIL": 64, "PER_UNIT": 1, "PER_CORRECTION": per_correction,
-        "GROUPS_PAD": pad, "D_PAD": max(16, 1 << (head_dim - 1).bit_length()), "BLOCK_T": block,
-    }  # fmt: skip
-    fixed = {
-        "R": 4, "D": head_dim, "BLOCK_S": attend_module.MERGE_SPLITS, "BLOCK_D": attend_module.merge_channels(head_dim)
-    }  # fmt: skip
-    finish = tail_module.finish_kernel
-    return [
-        job(tail_module.correction_split_kernel, sizes, {"mean": "*i8"}),
-        job(finish, {**fixed, "ALONE": False}, {"out": "*bf16"}, ["correction_lse"]),
-        job(finish, {**fixed, "ALONE": True}, {"out": "*fp32"}, ["part_out", "part_lse"]),
-    ]
-
-
 def check_compiled(splits_for: Callable[[str], list[Job]], others: list[Job], most_spilled: int) -> None:
     """Of kernels for each vendor: what is spilled, and of those that read K and V also that 16-bit ones come by 16-byte
     copies into shared memory, and go through the tensor cores."""
@@ -204,5 +153,4 @@ def test_compiles_for_gpus_that_need_not_be_here():
         ("fp16", 64, 8, 2, True, "fp32", (8, 4)), ("bf16", 128, 4, 2, True, "bf16", (16, 8)),
         ("fp32", 128, 4, 2, True, "fp32", (4, 8)),
     ]  # fmt: skip
-    others = [merge_job(80), *tail_jobs(128, 32)]
-    check_compiled(lambda vendor: [split_job(vendor, *shape) for shape in shapes], others, 0)
+    check_compiled(lambda vendor: [split_job(vendor, *shape) for shape in shapes], [merge_job(80)], 0)

@@ -31,7 +31,7 @@ DEVICE = triton_interpreter.DEVICE
 PROMPTS = [[7, 5, 3, 2, 9, 30, 41] * 60, [11, 4, 9, 77] * 79 + [5]]  # 420 and 317 tokens: a unit ends at 320
 STEPS = 5
 CONFIG = EpsConfig.of(
-    method="rq", group_size=2, mean_tokens=32, cascade=(0.25,), rescore=0.0625, correction_tokens=128, budget=0.2,
+    method="rq", group_size=2, mean_tokens=32, cascade=(0.25,), rescore=0.0625, block_size=128, budget=0.2,
     num_recent_tokens=16,
 )  # fmt: skip
 CONFIGS = {
@@ -106,12 +106,10 @@ def same(got, want) -> None:
 
 def same_groups(cache, plain) -> None:
     """The host's state of both is alike, and the device's of the first is what its host says."""
-    pairs = [(cache, plain)] if cache.correction is None else [(cache, plain), (cache.correction, plain.correction)]
-    for mine, other in pairs:
-        for layer, state in enumerate(mine.state):
-            assert (state.fill == other.state[layer].fill).all()
-            valid = state.valid(np.arange(len(state.fill)))
-            assert (mine.valid[layer].cpu().numpy().astype(bool) == valid).all()
+    for layer, state in enumerate(cache.state):
+        assert (state.fill == plain.state[layer].fill).all()
+        valid = state.valid(np.arange(len(state.fill)))
+        assert (cache.valid[layer].cpu().numpy().astype(bool) == valid).all()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -305,10 +303,8 @@ def test_few_steps_are_kept(model, monkeypatch) -> None:
 
 def addresses(cache) -> list[int]:
     """Everything that a captured graph holds by address."""
-    inner = cache.correction
-    arrays = [*cache.k, *cache.v, *cache.finite, *cache.valid, *inner.valid]
-    for one in (cache, inner):
-        arrays += [array for fields in one.summaries for array in fields.values()]
+    arrays = [*cache.k, *cache.v, *cache.finite, *cache.valid]
+    arrays += [array for fields in cache.summaries for array in fields.values()]
     return [array.data_ptr() for array in arrays]
 
 

@@ -27,7 +27,6 @@ from eps_cuda.arrays import write_kv
 from eps_cuda.cache import Cache, new_cache
 from eps_cuda.device import DTYPES
 from eps_cuda.kernels import write
-from eps_cuda.kernels.arguments import CorrectionPools
 from eps_cuda.ops import OPS
 
 MARGIN = 256  # bytes before and after each pool that must stay as they are
@@ -41,7 +40,6 @@ class Case:
     group_size: int
     dtype: str = "float32"
     rescore: float = 0.125
-    correction_tokens: int = 0
     block_size: int = 16
     kv_heads: int = 2
     before: tuple[int, ...] = (150, 91, 60)  # tokens of each sequence when decode starts
@@ -54,34 +52,32 @@ class Case:
     @property
     def config(self) -> EpsConfig:
         return EpsConfig.of(
-            method="rq", rescore=self.rescore, correction_tokens=self.correction_tokens,
-            group_size=self.group_size, block_size=self.block_size, seed=3,
+            method="rq", rescore=self.rescore, group_size=self.group_size, block_size=self.block_size, seed=3,
             mean_tokens=self.mean_tokens, mean_bits=self.mean_bits, cascade=self.cascade,
         )  # fmt: skip
 
 
 CASES = [
-    Case(64, 2, "bfloat16", correction_tokens=64, before=(186, 60, 61), steps=6),
+    Case(64, 2, "bfloat16", before=(186, 60, 61), steps=6),
     Case(128, 4, "bfloat16", given="float32", before=(62, 126, 61), steps=4),
     Case(80, 16, mean_tokens=32, before=(158, 94, 60), steps=4),
-    Case(96, 2, "float16", correction_tokens=64, block_size=64, mean_tokens=32, before=(190, 94, 46), given="float32"),
-    Case(33, 4, correction_tokens=64, before=(190, 62, 63), steps=7, kv_heads=3),
-    Case(256, 8, correction_tokens=32, mean_tokens=32, before=(254, 30, 13), steps=3, kv_heads=1),
-    Case(64, 16, "bfloat16", correction_tokens=256, before=(510, 254), steps=3, kv_heads=1),
+    Case(96, 2, "float16", block_size=64, mean_tokens=32, before=(190, 94, 46), given="float32"),
+    Case(33, 4, before=(190, 62, 63), steps=7, kv_heads=3),
+    Case(256, 8, mean_tokens=32, before=(254, 30, 13), steps=3, kv_heads=1),
+    Case(64, 16, "bfloat16", before=(510, 254), steps=3, kv_heads=1),
     Case(16, 1, rescore=1.0, before=(190, 126, 60)),
     Case(7, 2, "bfloat16", mean_tokens=32, rescore=0.0, before=(158, 94, 60)),
     Case(1, 2, mean_tokens=32, before=(158, 94, 60)),
-    Case(64, 2, mean_tokens=32, cascade=(0.25,), before=(29, 61, 94), steps=4, correction_tokens=64),
-    Case(128, 2, "bfloat16", cascade=(0.5, 0.2), before=(62, 126, 62), correction_tokens=64, kv_heads=1),
+    Case(64, 2, mean_tokens=32, cascade=(0.25,), before=(29, 61, 94), steps=4),
+    Case(128, 2, "bfloat16", cascade=(0.5, 0.2), before=(62, 126, 62), kv_heads=1),
     Case(128, 4, mean_bits=8, cascade=(0.5,), rescore=0.5, before=(61, 30, 127), steps=3),
     Case(80, 1, "float16", mean_tokens=32, mean_bits=8, before=(29, 62), steps=3, given="float32"),
     Case(33, 16, rescore=0.0, before=(62, 61, 62), steps=3, kv_heads=3),
-    Case(20, 8, mean_tokens=32, before=(30, 95), steps=3, correction_tokens=32),
+    Case(20, 8, mean_tokens=32, before=(30, 95), steps=3),
     Case(256, 2, "bfloat16", cascade=(0.25,), before=(62, 30), steps=3, kv_heads=1),
 ]
 NAMES = [
-    f"D{case.head_dim}-S{case.group_size}-{case.dtype}-T{case.correction_tokens}-U{case.mean_tokens}"
-    f"-{len(case.cascade) + 1}parts"
+    f"D{case.head_dim}-S{case.group_size}-{case.dtype}-U{case.mean_tokens}-{len(case.cascade) + 1}parts"
     for case in CASES
 ]
 
@@ -106,12 +102,8 @@ class Fast:
     """The pools of a cache's layer 0, copied to the device, written by `write_tokens`."""
 
     def __init__(self, cache: Cache) -> None:
-        correction = cache.correction
         pools = {"k": cache.k[0], "v": cache.v[0], "finite": cache.finite[0][None], "valid": valid_of(cache)}
         pools |= cache.summaries[0] | cache.constants(0)
-        if correction:
-            pools |= {f"tail_{name}": pool for name, pool in correction.summaries[0].items()}
-            pools["correction_valid"] = valid_of(correction)
         self.cache_config, self.fields = cache.cache_config, list(cache.summaries[0])
         self.pools = {name: Guarded(pool) for name, pool in pools.items()}
 
@@ -121,15 +113,11 @@ class Fast:
         # as rows of a larger projection: strided
         rows = torch.stack([k, v], dim=1).to(DEVICE)
         given = rows.clone()
-        correction = None
-        if cache_config.correction_tokens:
-            tail = held["tail_mean"], held["tail_mean_scale"], held["correction_valid"]
-            correction = CorrectionPools(*tail, cache_config.correction_tokens)
         summary = {name: held[name] for name in self.fields}
         write.write_tokens(
             rows[:, 0], rows[:, 1], here, held["k"], held["v"], held["finite"][0], held["valid"],
             span_tokens=cache_config.span_tokens,
-            rq=write.UnitPools(summary, held["signs"], cache_config.S, cache_config.mean_bits), correction=correction,
+            rq=write.UnitPools(summary, held["signs"], cache_config.S, cache_config.mean_bits),
         )  # fmt: skip
         assert torch.equal(given.view(torch.uint8), rows.view(torch.uint8)), "the arguments changed"
         assert np.array_equal(here.cpu().numpy(), slots)
@@ -156,12 +144,6 @@ def check_equal(fast: Fast, cache: Cache) -> None:
             check_codes(f"bytes of {name}", got[name], want)
         else:
             assert torch.equal(got[name], want), f"{name} differs"
-    if cache.correction:
-        correction = cache.correction.summaries[0]
-        assert torch.equal(got["correction_valid"], valid_of(cache.correction)), "valid of corrections differs"
-        check_codes("mean values", got["tail_mean"], correction["mean"])
-        scale, wanted = (x.view(torch.int16).int() for x in (got["tail_mean_scale"], correction["mean_scale"]))
-        assert (scale - wanted).abs().max() <= 1, "scale of mean values differs"  # by one float16 step
 
 
 def check_codes(name: str, got: Tensor, want: Tensor) -> None:
@@ -290,7 +272,7 @@ def test_equals_write_kv(case):
 
 def test_hard_units_are_hard():
     """Of a unit whose groups all have the special mean, what is left of a group hangs on the last bit of the sums."""
-    run = Run(Case(64, 2, mean_tokens=32, before=(64, 64), steps=0, correction_tokens=64))
+    run = Run(Case(64, 2, mean_tokens=32, before=(64, 64), steps=0))
     signs = run.cache.fixed[0]["signs"]
     keys = run.cache.k[0][torch.from_numpy(run.table[:, 0])].unflatten(2, (2, -1, 2))  # [B, Hkv, 2, N, S, D]
     summary = {name: pool[torch.from_numpy(run.table[:, 0])] for name, pool in run.cache.summaries[0].items()}
@@ -304,24 +286,23 @@ def test_hard_units_are_hard():
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @torch.inference_mode()
 def test_numbers_that_have_no_scale():
-    """Keys that are all zero (no scale) at a unit's end, values all zero and values whose mean has no float16 scale."""
-    case = Case(32, 2, correction_tokens=64, before=(254, 62, 62), steps=0)
+    """Keys that are all zero (no scale), huge or tiny at a unit's end."""
+    case = Case(32, 2, before=(254, 62, 62), steps=0)
     run = Run(case)
     unit = case.config.cache_config.unit_tokens
-    factors = torch.tensor([0.0, 3e38, 1e-30])[:, None, None]
     keys = torch.tensor([0.0, 1e30, 1e-30])[:, None, None]
-    for name, values in (("k", keys), ("v", factors)):
-        for pool in (getattr(run.cache, name)[0], run.fast.pools[name].tensor):
-            for table, length, value in zip(run.table, run.lengths, values, strict=True):
-                pool[int(table[length // unit])] = value[0]
+    for pool in (run.cache.k[0], run.fast.pools["k"].tensor):
+        for table, length, value in zip(run.table, run.lengths, keys, strict=True):
+            pool[int(table[length // unit])] = value[0]
     for _ in range(2):
         slots = run.slots(np.arange(3), run.lengths)
-        k, v = (values.expand(3, case.kv_heads, case.head_dim).contiguous() for values in (keys, factors))
-        run.write_each(k, v, slots)
-        run.fast.write(k, v, slots)
+        k = keys.expand(3, case.kv_heads, case.head_dim).contiguous()
+        run.write_each(k, k, slots)
+        run.fast.write(k, k, slots)
         check_equal(run.fast, run.cache)
         run.lengths += 1
-    assert (run.cache.correction.summaries[0]["mean_scale"] == 0).any()
+    ends = torch.from_numpy(run.table[np.arange(3), (run.lengths - 1) // unit])
+    assert (run.cache.summaries[0]["mean_scale"][ends] == 0).any()
 
 
 def test_without_summaries_only_rows_and_flags_change():
@@ -336,7 +317,7 @@ def test_without_summaries_only_rows_and_flags_change():
     for valid in (None, pools["valid"]):
         write.write_tokens(
             k.to(DEVICE), v.to(DEVICE), here, pools["k"], pools["v"], pools["finite"][0], valid,
-            span_tokens=finalized, rq=None, correction=None,
+            span_tokens=finalized, rq=None,
         )  # fmt: skip
         assert torch.equal(fast.pools["valid"].check("valid"), kept["valid"]) == (valid is None)
     for row, name in itertools.product(range(2), ("k", "v")):
@@ -354,28 +335,25 @@ def job_of(case: Case) -> Job:
     parts = [dims // 8 for dims in part_dims(cache_config, case.head_dim)]
     by_mean = cache_config.S, (parts[0], parts[1] if len(parts) == 3 else 0, parts[-1] if len(parts) > 1 else 0)
     constants, num_warps = write.launch_constants(
-        8, case.head_dim, cache_config.unit_tokens, cache_config.span_tokens, cache_config.correction_tokens,
-        cache_config.mean_bits, *by_mean,
+        8, case.head_dim, cache_config.unit_tokens, cache_config.span_tokens, cache_config.mean_bits, *by_mean,
     )  # fmt: skip
     unit = config.cache_config.unit_tokens * case.head_dim
     constants |= {"UNIT_STRIDE": 8 * unit, "HEAD_STRIDE": unit, "TOKEN_STRIDE": case.head_dim}
-    types = {**dict.fromkeys(("k", "v", "k_pool", "v_pool"), kind), "scale": "*u8", "mean": "*i8"}
+    types = {**dict.fromkeys(("k", "v", "k_pool", "v_pool"), kind), "scale": "*u8"}
     absent = {"more", "rest", "second", "second_scale"} - set(fields(cache_config, case.head_dim))
-    if not cache_config.correction_tokens:
-        absent |= {"mean", "mean_scale", "correction_valid"}
     return job(write.write_kernel, constants, types, absent, num_warps=num_warps, enable_fp_fusion=False)
 
 
 def test_compiles_for_gpus_without_spills_or_contraction():
-    usual = Case(128, 2, "bfloat16", correction_tokens=64)
-    unit = Case(128, 2, "bfloat16", correction_tokens=64, mean_tokens=64, cascade=(0.25,))
+    usual = Case(128, 2, "bfloat16")
+    unit = Case(128, 2, "bfloat16", mean_tokens=64, cascade=(0.25,))
     others = [
-        Case(64, 4, "float16", correction_tokens=64, mean_tokens=32, mean_bits=8, cascade=(0.5, 0.2)),
+        Case(64, 4, "float16", mean_tokens=32, mean_bits=8, cascade=(0.5, 0.2)),
         Case(80, 1, "bfloat16", mean_tokens=32),
         Case(64, 1, "bfloat16", mean_tokens=64, cascade=(0.5, 0.2)),  # the default
         Case(128, 1, "bfloat16", mean_tokens=64, cascade=(0.5, 0.2)),
-        Case(256, 2, "float32", correction_tokens=64, mean_tokens=64, cascade=(0.25,)),
-        Case(64, 16, "bfloat16", correction_tokens=256),
+        Case(256, 2, "float32", mean_tokens=64, cascade=(0.25,)),
+        Case(64, 16, "bfloat16"),
     ]
     compiled = dict(zip((usual, unit), compile_ahead([job_of(usual), job_of(unit)]), strict=True))
     hopper = compile_ahead([job_of(case) for case in others], targets=(("cuda", 90, 32),))

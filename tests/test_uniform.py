@@ -114,9 +114,7 @@ def test_its_recall_is_the_floor(target) -> None:
     backend, device = target
     recalls = {}
     for method in ("random", *METHODS[1:]):
-        config = config_of(
-            method, budget=0.25, **({"rescore": 0.0, "combine": "max"} if method == "rq" else {}), correction_tokens=0
-        )
+        config = config_of(method, budget=0.25, **({"rescore": 0.0, "combine": "max"} if method == "rq" else {}))
         found = []
         for seed in range(6):
             rng = np.random.default_rng(seed)

@@ -20,7 +20,7 @@ from eps_core.summaries import base, rq
 
 # a budget so small that scores read on by their shares, not in twice what is selected
 UNIT = {"mean_tokens": 64, "mean_bits": 4, "cascade": (0.25,), "rescore": 0.0625}
-UNIT |= {"correction_tokens": 0, "budget": 0.002}
+UNIT |= {"budget": 0.002}
 
 
 def units_case(lengths=(600, 290, 37), head_dim: int = 64, **more):
@@ -308,9 +308,9 @@ def test_a_fork_goes_on_from_a_copied_open_unit(target) -> None:
     one.cache = one.backend.copy_units(one.cache, [1], [4])
     one.write(mine[:28], np.arange(100, 128))
     one.write(theirs[:28], np.arange(4 * 64 + 36, 5 * 64))
-    for unit, correction in ((1, mine), (4, theirs)):
+    for unit, rest in ((1, mine), (4, theirs)):
         fresh = Written(target)
-        fresh.write(np.concatenate([k[64:], correction[:28]]), np.arange(64))
+        fresh.write(np.concatenate([k[64:], rest[:28]]), np.arange(64))
         one.assert_stores(fresh, (unit,), (0,))
     assert not one.missing(128, (0, 4, 2, 3))[:64].any()
 
@@ -348,7 +348,6 @@ def test_what_is_usual() -> None:
     assert EpsConfig.from_dict(usual.to_dict()) == usual
     assert EpsConfig.of(method="rq", cascade=(0.05,)).selection_config.rescore == 0.05  # no more than is read whole
     assert EpsConfig.of(method="rq", rescore=0.6).selection_config.cascade == (0.6,)
-    assert EpsConfig.of(method="rq", correction_tokens=32).cache_config.mean_tokens == 32
     bounded = EpsConfig.of(method="rq", rq_bounds=True)
     assert bounded.cache_config.mean_tokens == 64 and bounded.selection_config.cascade == ()
     assert EpsConfig.of(method="box").cache_config.mean_tokens == 0
@@ -359,7 +358,7 @@ def test_what_is_usual() -> None:
     ({"mean_tokens": 0}, "eps-mean-tokens 0 is not 32 or 64"),
     ({"method": "box", "mean_tokens": 32}, "not for method box"),
     ({"mean_tokens": 32, "group_size": 32}, "no multiple of the group of 32 tokens"),
-    ({"mean_tokens": 64, "correction_tokens": 32}, "does not fit"),
+    ({"mean_tokens": 64, "block_size": 48}, "does not fit"),
     ({"mean_bits": 3}, "eps-mean-bits 3 is not 4 or 8"),
     ({"cascade": (0.5, 0.4, 0.3)}, "up to 2 shares"),
     ({"cascade": (1.5,)}, "eps-cascade 1.5 is not"),

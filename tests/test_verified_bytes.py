@@ -14,7 +14,6 @@ from eps_core.metrics.rounds import RoundRecord, by_depth, divergences, summaris
 CONFIGS = {
     "meanstd": eps("meanstd", budget=0.3),
     "box, bounds": eps("box", policy="threshold", top_pages=2),
-    "tails": eps("meanstd", budget=0.1, correction_tokens=16),
     "dense layers": eps("meanstd", budget=0.3, head_modes=(("dense",) * 4, ("sparse",) * 4)),
 }
 PROMPTS = [prompt(45), prompt(22, 1)]

@@ -26,7 +26,7 @@ from eps_core.decode.verified import Verifier
 
 CONFIGS = {
     "meanstd": eps("meanstd", budget=0.3),
-    "box, corrections": eps("box", correction_tokens=16, budget=0.1),
+    "box": eps("box", budget=0.1),
     "rq": eps("rq", budget=0.1),
 }
 
@@ -34,7 +34,6 @@ READS = {
     "rq": eps("rq"),
     "meanstd": eps("meanstd"),
     "box": eps("box"),
-    "tails": eps("rq", correction_tokens=64),
     "strict": eps("box", strict=True, epsilon=0.3),
 }
 

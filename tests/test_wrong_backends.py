@@ -17,7 +17,6 @@ from test_conformance import test_own_token_merged_equals_dense as check_own_tok
 from eps_core import reference
 from eps_core.attention.protocol import ErrorBound
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.reference import cache as oracle_cache
 from eps_core.reference import scoring as oracle_scoring
 from eps_core.reference import selection as oracle_selection
 
@@ -158,77 +157,10 @@ def largest_of_the_last(name, part):
     return change
 
 
-def excess(scores, selected, lse):
-    """[B, Hq]: how much too high the estimates of what was read are, in nats."""
-    selected_mask = oracle_scoring.selection_mask(selected, scores.estimate.shape[2]) & np.isfinite(scores.estimate)
-    with np.errstate(divide="ignore"):
-        read = np.logaddexp.reduce(np.where(selected_mask, scores.estimate, -np.inf), axis=2)
-    return np.repeat(read, lse.shape[1] // read.shape[1], axis=1) - lse
-
-
-def tail_counts_visited_groups(cache, layer, plan, scores, selected, lse):
-    nothing = replace(selected, counts=np.zeros_like(selected.counts))
-    out, correction = reference.attend_correction(cache, layer, plan, scores, nothing, lse)
-    return out, correction - np.maximum(excess(scores, selected, lse), 0)
-
-
-def corrects_by(change):
-    """attend_correction, but the estimates are lowered by `change` of their excess instead of its positive part."""
-
-    def corrected(result, a):
-        over = excess(a.scores, a.selected, a.lse)
-        return result[0], result[1] + np.maximum(over, 0) - change(over)
-
-    return gives("attend_correction", corrected)
-
-
-def tail_of_keys(cache, layer, k, v, slots):
-    correction = cache.correction
-    cache = reference.write_kv(replace(cache, correction=None), layer, k, v, slots)
-    if correction is not None:
-        correction.k = cache.k
-        oracle_cache._update_summaries(correction, layer, k.astype(np.float64), correction.state[layer].plan(slots))
-    return replace(cache, correction=correction)
-
-
-def tail_stores(change):
-    """The cache, with a correction whose stored means are what `change` makes of them."""
-
-    def changed(a):
-        stored = change(a.cache.correction.summaries[a.layer])
-        return replace(a.cache, correction=replace(a.cache.correction, summaries=[stored]))
-
-    return changed
-
-
-def without_the_scale(stored):
-    return stored | {"mean_scale": np.ones_like(stored["mean_scale"])} if stored else stored
-
-
-def of_the_next_head(stored):
-    return {name: np.roll(array, 1, axis=1) for name, array in stored.items()}
-
-
-def with_an_open_group_as_full(a):
-    full = deepcopy(a.cache.correction.state[a.layer])
-    full.fill[:] = a.cache.cache_config.correction_tokens
-    return replace(a.cache, correction=replace(a.cache.correction, state=[full]))
-
-
-def up_to_whole_tail_groups(a):
-    size = a.cache.cache_config.correction_tokens
-    return StepPlan.of(a.plan.config, a.plan.table, -(-a.plan.lengths // size) * size)
-
-
-def the_first_query_heads_lse(a):
-    mine = a.lse.reshape(len(a.lse), a.cache.spec.num_kv_heads, -1)
-    return np.broadcast_to(mine[:, :, :1], mine.shape).reshape(a.lse.shape)
-
-
-def copies_no_tail(cache, src, dst):
-    correction, cache.correction = cache.correction, None
+def copies_no_summaries(cache, src, dst):
+    before = deepcopy(cache.summaries)
     cache = reference.copy_units(cache, src, dst)
-    cache.correction = correction
+    cache.summaries = before
     return cache
 
 
@@ -294,32 +226,16 @@ WRONG = {
         "attend_own", lambda result, a: (result[0], result[1] * np.sqrt(a.q.shape[2]))
     ),
     "takes a token's own key of the next head": given("attend_own", k=lambda a: np.roll(a.k, 1, axis=1)),
-    "counts visited groups in the skipped-mass correction too": {"attend_correction": tail_counts_visited_groups},
-    "never corrects the skipped-mass correction": corrects_by(np.zeros_like),
-    "corrects the skipped-mass correction the wrong way": corrects_by(lambda over: -np.maximum(over, 0)),
-    "raises the skipped-mass correction of low estimates": corrects_by(lambda over: over),
-    "averages keys for the skipped-mass correction": {"write_kv": tail_of_keys},
-    "leaves the scale of mean values out": given("attend_correction", cache=tail_stores(without_the_scale)),
-    "counts the open correction group": given(
-        "attend_correction", cache=with_an_open_group_as_full, plan=up_to_whole_tail_groups
-    ),
-    "takes the mean values of the next head": given("attend_correction", cache=tail_stores(of_the_next_head)),
-    "corrects the skipped-mass correction by one query head": given("attend_correction", lse=the_first_query_heads_lse),
-    "forks without the skipped-mass correction": {"copy_units": copies_no_tail},
+    "forks without the summaries": {"copy_units": copies_no_summaries},
 }
 
-TAILS = [
-    Case((150, 100), eps("box", correction_tokens=32, budget=0.2)),  # estimates far too high
-    Case((290, 50), eps("rq", correction_tokens=32, block_size=8, budget=0.2)),  # and too low
-]
 CHECKS = [
     *(partial(run_case, case=case) for case in BASE if case.config.cache_config.method in ("box", "moments")),
     partial(run_case, case=Case((90, 37), eps("ball", group_size=2), num_heads=6)),
     check_head_modes,
     check_largest,
     check_own_token,
-    *(partial(run_case, case=case) for case in TAILS),
-    partial(check_fork, config=TAILS[0].config),
+    partial(check_fork, config=eps("box", group_size=8)),
 ]
 
 

@@ -23,10 +23,10 @@ TARGETS = (("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64))
 ARGUMENTS = {
     "*i32": "table lengths slots starts counts listed_groups through named planes wanted out_groups out_counts "
     "counters state candidate_groups chunk_counts",
-    "*fp32": "estimate lse correction_lse part_out part_lse part_seen part_tail part_tail_lse part_selected scales "
-    "candidates masses signs turned steps bases left anchors sums",
-    "*u8": "valid correction_valid selected_mask finite codes more rest second second_scale unit_mean",
-    "*fp16": "k_scale v_scale mean_scale unit_mean_scale integers",
+    "*fp32": "estimate lse part_out part_lse part_selected scales candidates masses signs turned steps bases left "
+    "anchors sums",
+    "*u8": "valid selected_mask finite codes more rest second second_scale unit_mean",
+    "*fp16": "k_scale v_scale unit_mean_scale integers",
     "fp32": "inverse_root",
 }
 TYPES = {name: kind for kind, names in ARGUMENTS.items() for name in names.split()}

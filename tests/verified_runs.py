@@ -152,7 +152,7 @@ def assert_same_state(model: Model, got: Run, want: Run, tolerance: float = 0.0)
             ]
             for a, b in zip(*pairs, strict=True):
                 np.testing.assert_allclose(numbers(a), numbers(b), rtol=0, atol=tolerance)
-            for name in ("", "bound", "correction"):
+            for name in ("", "bound"):
                 caches = [getattr(run.cache, name) if name else run.cache for run in (got, want)]
                 if caches[0] is None or not caches[0].cache_config.enabled:
                     continue

@@ -46,8 +46,6 @@ class KernelTable:
     select: Kernel | None = None
     attend: Kernel | None = None
     attend_rows: Kernel | None = None
-    attend_correction: Kernel | None = None
-    add_correction: Kernel | None = None
     skipped_mass: Kernel | None = None
     attend_fused: Kernel | None = None  # a whole layer; the functions above serve where it does not
     attend_prefill: Kernel | None = None  # a chunk of a prompt, from the pool; `attend_chunk` serves where it does not

@@ -1,5 +1,4 @@
-"""The sparse layer, written once for every backend: score, select, attend, bound, extend, bound, add the skipped-mass
-correction.
+"""The sparse layer, written once for every backend: score, select, attend, bound, extend, bound.
 
 Neither model nor sampling nor waiting belongs here: an engine's hook calls `sparse_attention` with its own queries, and
 `collect` once a step, which waits for the device once. Strict and bounds alone may ask the device in between.
@@ -29,7 +28,7 @@ class LayerRead:
     bounds_skipped: bool = False  # key codes of what was not selected are read for bounds
     pending: dict[str, Array] = field(default_factory=dict)
     selection: Selection | None = None  # what was selected, strict's additions too; None: everything
-    lse: Array = None  # [B, Hq] natural log of the softmax mass behind `out`, skipped-mass correction included
+    lse: Array = None  # [B, Hq] natural log of the softmax mass behind `out`
 
 
 def sparse_attention(
@@ -60,11 +59,10 @@ def sparse_attention(
             stats.always_selected = plan.num_always_selected
         with backend.span("eps.attention", cache):
             out, lse = backend.attend(cache, layer, q, plan, None) if dense is None else (dense(), None)
-        whole, read.lse = out, lse
         if cache_config.has_bounds:
             stats.skipped_mass_bound = stats.output_error_bound = np.zeros((batch, kv_heads))
     elif (at_once := fused_sparse_attention(backend, cache, layer, q, plan)) is not None:
-        whole, read.lse, lse, selection = at_once.out, at_once.lse, at_once.read_lse, at_once.selection
+        out, lse, selection = at_once.out, at_once.lse, at_once.selection
         pending["counts"], pending["skipped_mass"] = selection.counts, at_once.skipped
         read.selection, stats.always_selected = selection, selection.always_selected
         stats.summary_bytes_read = plan.summary_bytes(spec)
@@ -86,20 +84,14 @@ def sparse_attention(
                 error_bound = backend.bound_error(cache, layer, scores, selection, out, lse)
                 pending["skipped_mass_bound"] = error_bound.mass
                 pending["output_error_bound"] = error_bound.error
-            whole, read.lse = out, lse
-            if cache_config.correction_tokens:
-                whole, read.lse = backend.add_correction(cache, layer, plan, scores, selection, (out, lse))
-                if cache_config.has_bounds:
-                    # of what was read alone: skipped-mass correction may move away from it, or from the truth
-                    moved = backend.moved_by(out, whole, kv_heads)
-                    pending["output_error_bound"] = pending["output_error_bound"] + moved
         pending["counts"], pending["skipped_mass"] = selection.counts, backend.skipped_mass(scores, selection)
         if selection.counts_before_union is not None:
             pending["counts_before_union"] = selection.counts_before_union
         read.selection, stats.always_selected = selection, selection.always_selected
         stats.summary_bytes_read = plan.summary_bytes(spec)
+    read.lse = lse
     if clock is not None and started is not None and selected is not None:
-        attended = clock(cache, whole, *pending.values())
+        attended = clock(cache, out, *pending.values())
         if at_once is not None:
             began, chosen, ended = at_once.stamps.tolist()
             selected = started + (chosen - began) / max(ended - began, 1) * (attended - started)
@@ -109,7 +101,7 @@ def sparse_attention(
     elif audit:
         _, lse_all = backend.attend(cache, layer, q, plan, None)
         pending["skipped_mass_true"] = backend.unread_share(lse, lse_all, kv_heads)
-    return whole, read
+    return out, read
 
 
 def fused_sparse_attention(backend: Backend, cache: Any, layer: int, q: Array, plan: StepPlan) -> FusedRead | None:

@@ -11,7 +11,7 @@ U tokens per unit, S tokens per group, M units of a table, G groups of a table (
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,7 +59,6 @@ class Selection:
     `always_selected` [B] int64, host: how many of the selected groups were sink and recent tokens or had no summary.
     `counts_before_union` [B, Hkv] int32 (device): groups each kv head alone selected, under scope union; else None.
     `selected_mask` [B, Hkv, G] bool (device): the same groups as a mask, where a kernel made the list; else None.
-    `kept`: what a backend found of these groups on the way to something else, by its own keys.
 
     Every policy selects at least one group. Where `common_counts` are given a partial group is always listed.
     """
@@ -70,21 +69,18 @@ class Selection:
     always_selected: np.ndarray
     counts_before_union: Array | None = None
     selected_mask: Array | None = None
-    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class FusedRead:
     """A sparse layer computed at once: what the parts give one by one.
 
-    `out` [B, Hq, D] in q's dtype and `lse` [B, Hq] float32, skipped-mass correction included; `read_lse` [B, Hq]
-    float32 of what was read alone; `skipped` [B, Hkv] float32: the estimated share of the softmax left unread;
-    `stamps` [3] int64, on the host: when scoring began, attention began, and all ended, in ns.
+    `out` [B, Hq, D] in q's dtype and `lse` [B, Hq] float32; `skipped` [B, Hkv] float32: the estimated share of the
+    softmax left unread; `stamps` [3] int64, on the host: when scoring began, attention began, and all ended, in ns.
     """
 
     out: Array
     lse: Array
-    read_lse: Array
     selection: Selection
     skipped: Array
     stamps: np.ndarray
@@ -138,18 +134,11 @@ class Backend(Protocol):
         self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None
     ) -> RowsRead: ...
     def visits(self, cache: Any, drafts: Sequence[tuple[Selection, int] | None], num_groups: int) -> Array: ...
-    def attend_correction(
-        self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
-    ) -> State: ...
-    def add_correction(
-        self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, state: State
-    ) -> State: ...
     def attend_own(self, cache: Any, q: Array, k: Array, v: Array) -> State: ...
     def attend_chunk(self, cache: Any, q: Array, k: Array, v: Array, seen: np.ndarray | None = None) -> Array: ...
     def weights(self, cache: Any, q: Array, k: Array, seen: np.ndarray) -> Array: ...
     def merge(self, first: State, second: State) -> State: ...
     def unread_share(self, lse: Array, lse_all: Array, kv_heads: int) -> Array: ...
-    def moved_by(self, out: Array, whole: Array, kv_heads: int) -> Array: ...
     def bounds(
         self, cache: Any, layer: int, q: Array, plan: StepPlan, scores: Scores, selection: Selection
     ) -> Scores: ...

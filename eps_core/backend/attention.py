@@ -1,4 +1,4 @@
-"""Attention beside the reading of selected groups: rows of a verify pass, exact merges, the skipped-mass correction."""
+"""Attention beside the reading of selected groups: rows of a verify pass, exact merges."""
 
 import math
 from typing import Any
@@ -6,14 +6,12 @@ from typing import Any
 import numpy as np
 
 from eps_core.attention.kernels import kernel_first
-from eps_core.attention.protocol import Array, RowsRead, Scores, Selection, State
+from eps_core.attention.protocol import Array, RowsRead, State
 from eps_core.backend import pages
 from eps_core.backend.cache import read_kv
 from eps_core.backend.ops import Ops
-from eps_core.backend.selection import selection_mask
 from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.rows import Rows
-from eps_core.kv_cache.step_plan import StepPlan
 
 
 def softmax_sums(ops: Ops, logits: Array) -> tuple[Array, Array, Array]:
@@ -90,47 +88,6 @@ def merge(ops: Ops, first: State, second: State) -> State:
         return ops.cast(out, out1.dtype), base + ops.log(total)
 
 
-@kernel_first
-def attend_correction(
-    ops: Ops, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
-) -> State:
-    """(out [B, Hq, D] float32, lse [B, Hq]): an estimate of attention over the groups that `selection` left out, to be
-    merged with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the
-    mean value of the correction group around it. Estimates that were too high for what was read are lowered as much for
-    what was not; where the correction group is not full, or has no estimate, it adds nothing. An estimate, no bound."""
-    inner, spec = cache.correction, cache.spec
-    batch, kv_heads, groups = scores.estimate.shape
-    missing = plan.missing(inner.state[layer])
-    usable = ~missing & (np.arange(missing.shape[1]) < -(-plan.lengths // inner.cache_config.S)[:, None])
-    with ops.place(cache):
-        lse = lse.reshape(batch, kv_heads, -1)
-        known, selected_mask = ops.isfinite(scores.estimate), selection_mask(ops, selection, groups)
-        seen = ops.logsumexp(ops.where(known & selected_mask, scores.estimate, -math.inf), axis=-1)[..., None]
-        skipped = ops.where(known & ~selected_mask, scores.estimate, -math.inf)
-        # whole pool units are listed, so groups fill their correction groups
-        mass = ops.logsumexp(skipped.reshape(batch, kv_heads, missing.shape[1], -1), axis=-1)
-        mass = ops.where(ops.on(lse, usable)[:, None], mass, -math.inf)
-        total = ops.logsumexp(mass, axis=-1)[..., None]
-        weights = ops.exp(mass - ops.where(total > -math.inf, total, 0))
-        rows = ops.index(lse, np.maximum(plan.table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None])
-        codes, scale = (
-            ops.float32(ops.gather_rows(inner.summaries[layer][name].reshape(spec.num_units * kv_heads, -1), rows))
-            for name in ("mean", "mean_scale")
-        )
-        means = codes.reshape(batch, kv_heads, -1, spec.head_dim) * scale.reshape(batch, kv_heads, -1, 1)
-        correction = total - ops.clip(seen - lse, 0, None)
-        out = ops.broadcast_to(weights[..., None, :] @ means, (*lse.shape, spec.head_dim))
-        return out.reshape(batch, -1, spec.head_dim), correction.reshape(batch, -1)
-
-
-@kernel_first
-def add_correction(
-    ops: Ops, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, state: State
-) -> State:
-    """Return `state`, of what was read, merged with `attend_correction`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
-    return merge(ops, state, attend_correction(ops, cache, layer, plan, scores, selection, state[1]))
-
-
 def attend_own(ops: Ops, cache: Any, q: Array, k: Array, v: Array) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32) of each token over itself alone: q [B, Hq, D], k, v
     [B, Hkv, D] as the cache would hold them."""
@@ -162,11 +119,3 @@ def unread_share(ops: Ops, lse: Array, lse_all: Array, kv_heads: int) -> Array:
         rounding = 2.0**-20 * (ops.abs(lse) + ops.abs(lse_all))
         unread = ops.where(lse_all - lse > rounding, -ops.expm1(lse - lse_all), 0.0)
         return ops.max(unread.reshape(len(lse), kv_heads, -1))
-
-
-def moved_by(ops: Ops, out: Array, whole: Array, kv_heads: int) -> Array:
-    """[B, Hkv]: at least the largest L2 distance, over the query heads, between two outputs [B, Hq, D]. Runs where
-    these are, on MLX's default device."""
-    with ops.place():
-        moved = ops.norms(ops.float32(whole) - ops.float32(out)).reshape(len(out), kv_heads, -1)
-        return ops.max(moved) * (1 + 2.0**-16)

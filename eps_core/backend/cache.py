@@ -49,7 +49,6 @@ class ArrayCache(CountsRereads):
     largest_key: list[Array] = field(default_factory=list)
     largest_value: list[Array] = field(default_factory=list)
     bound: Any = None  # a cache of the summaries that bound, over the same K and V, where they are other ones
-    correction: Any = None  # a cache of mean values: its K is this cache's V
     tokens_reread: int = 0
     kernels: str = "arrays"  # see the backend's kernels/choose.py
     # GPU kernels: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
@@ -66,13 +65,10 @@ class ArrayCache(CountsRereads):
 
 
 def add_all_summaries(cache: Any) -> None:
-    """Allocates the summaries of a new cache, and of its bounds and its correction where the config has them."""
-    make, cache_config = type(cache), cache.cache_config
+    """Allocates the summaries of a new cache, and of its bounds where the config has them."""
+    cache_config = cache.cache_config
     if cache_config.bound_bits:
-        cache.bound = make(cache.spec, cache_config.bound_store, cache.device, cache.k, cache.v, cache.finite)
-    if cache_config.correction_tokens:
-        of_values = cache.spec.of_values()
-        cache.correction = make(of_values, cache_config.correction_config, cache.device, cache.v, cache.v, cache.finite)
+        cache.bound = type(cache)(cache.spec, cache_config.bound_store, cache.device, cache.k, cache.v, cache.finite)
     for one in cache.parts():
         check_units(cache_config, one.cache_config)
         one.kernels = cache.kernels
@@ -180,7 +176,7 @@ def written(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots:
 
 
 def follow_write(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots: np.ndarray) -> Any:
-    """Update summaries, bounds and correction with rows [N, Hkv, D] as they were stored in slots [N]."""
+    """Update summaries and bounds with rows [N, Hkv, D] as they were stored in slots [N]."""
     with ops.place(cache):
         if cache.cache_config.has_bounds:
             for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
@@ -191,7 +187,7 @@ def follow_write(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, s
         for one in cache.parts():
             # the plan must follow every write, whatever the method makes of it
             plan = one.state[layer].plan(slots)
-            _update_summaries(ops, one, layer, values if one is cache.correction else keys, plan)
+            _update_summaries(ops, one, layer, keys, plan)
             if one.valid:
                 mark_valid(ops, one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
     return cache
@@ -320,9 +316,9 @@ def _store(ops: Ops, cache: Any, layer: int, groups: np.ndarray, summary: Summar
 def grow(ops: Ops, cache: Any, num_units: int) -> Any:
     """Room for `num_units` units in all; what the cache holds stays where it is."""
     with ops.place(cache):
-        for pools in (cache.k, cache.v):  # which bounds and corrections share
+        for pools in (cache.k, cache.v):  # which bounds share
             pools[:] = [pages.each(pool, lambda array: ops.longer(array, num_units)) for pool in pools]
-        for one in (cache, cache.bound, cache.correction):
+        for one in (cache, cache.bound):
             if one is None:
                 continue
             one.spec = replace(one.spec, num_units=num_units)

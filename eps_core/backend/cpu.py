@@ -59,21 +59,20 @@ class CpuKernels:
         return self.selection(kernels.select(plan, self.host(scores.estimate), scores.num_missing, self.run))
 
     def attend_fused(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> FusedRead:
-        """Return the results of `score`, `select`, `attend`, `add_correction` and `skipped_mass` for q [B, Hq, D],
-        unscaled, to the last bit. A result of 16 bits is rounded once, though: the parts round before the skipped-mass
-        correction is added, too."""
+        """Return the results of `score`, `select`, `attend` and `skipped_mass` for q [B, Hq, D], unscaled, to the last
+        bit."""
         with self.place(cache):
             query = self.host(self.ops.float32(q))
             found = kernels.attend_fused(cache, layer, query, plan, self.pools(cache), self.run)
-            (out, lse), (_, read_lse) = found.whole, found.read
+            out, lse = found.read
             return FusedRead(
-                self.ops.cast(self.array(out), q.dtype), self.array(lse), self.array(read_lse),
-                self.selection(found.chosen), self.array(found.skipped), found.stamps,
+                self.ops.cast(self.array(out), q.dtype), self.array(lse), self.selection(found.chosen),
+                self.array(found.skipped), found.stamps,
             )  # fmt: skip
 
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
         with self.place(cache):
-            listed = None if selection is None else self._listed(selection)
+            listed = None if selection is None else (self.host(selection.groups), self.host(selection.counts))
             query = self.host(self.ops.float32(q))
             out, lse = kernels.attend(cache, layer, query, plan, listed, self.pools(cache), self.run)
             return self.ops.cast(self.array(out), q.dtype), self.array(lse)
@@ -96,27 +95,7 @@ class CpuKernels:
             selected_lse = None if selected is None else self.array(selected)
             return RowsRead(self.ops.cast(self.array(out), q.dtype), self.array(lse), selected_lse)
 
-    def attend_correction(
-        self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
-    ) -> State:
-        with self.place(cache):
-            out, correction, _ = self._correction(cache, layer, plan, scores, selection, lse)
-            return self.array(out), self.array(correction)
-
-    def add_correction(
-        self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, state: State
-    ) -> State:
-        out, lse = state
-        with self.place(cache):
-            *correction, share = self._correction(cache, layer, plan, scores, selection, lse)
-            selection.kept["skipped"] = scores.estimate, self.array(share)
-            whole, whole_lse = kernels.merge(self.host(self.ops.float32(out)), self.host(lse), *correction)
-            return self.ops.cast(self.array(whole), out.dtype), self.array(whole_lse)
-
     def skipped_mass(self, scores: Scores, selection: Selection) -> Array:
-        of, share = selection.kept.get("skipped", (None, None))
-        if of is scores.estimate:  # the skipped-mass correction of the same estimates, which summed them, too
-            return share
         return self.array(
             kernels.skipped_mass(self.host(scores.estimate), self.host(selection.selected_mask), self.run)
         )
@@ -141,8 +120,6 @@ class CpuKernels:
             select=Kernel(self.select, unsupported_choice),
             attend=Kernel(self.attend, unread_codes),
             attend_rows=Kernel(self.attend_rows, unread_codes),
-            attend_correction=Kernel(self.attend_correction),
-            add_correction=Kernel(self.add_correction),
             skipped_mass=Kernel(self.skipped_mass, _unsupported_sum),
             attend_fused=Kernel(self.attend_fused, unsupported_layer),
             attend_prefill=Kernel(self.attend_prefill, unread_codes),
@@ -153,25 +130,13 @@ class CpuKernels:
         groups, counts, selected_mask = map(self.array, (chosen.groups, chosen.counts, chosen.selected_mask))
         return Selection(groups, counts, chosen.common_counts, chosen.always_selected, selected_mask=selected_mask)
 
-    def _listed(self, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
-        return self.host(selection.groups), self.host(selection.counts)
-
-    def _correction(
-        self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        estimate, listed = self.host(scores.estimate), self._listed(selection)
-        return kernels.attend_correction(
-            cache, layer, plan, estimate, listed, self.host(lse), self.pools(cache), self.run
-        )
-
 
 def _unsupported_building(cache_config: CacheConfig, constants: dict[str, Array], k: Array) -> str | None:
     return "rq with bounds of its own" if cache_config.rq_bounds else None
 
 
 def _unsupported_sum(scores: Scores, selection: Selection) -> str | None:
-    is_known = selection.selected_mask is not None or selection.kept.get("skipped", (None,))[0] is scores.estimate
-    return None if is_known else "groups that array operations chose"
+    return "groups that array operations chose" if selection.selected_mask is None else None
 
 
 def unsupported_layer(cache: Any, layer: int, q: Array, plan: StepPlan) -> str | None:

@@ -14,7 +14,6 @@ import numpy as np
 from eps_core.attention.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
 from eps_core.attention.protocol import Array, RowsRead, Scores, Selection, State
 from eps_core.backend.ops import Ops
-from eps_core.backend.selection import selection_mask
 from eps_core.config.eps import EpsConfig
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
@@ -29,7 +28,6 @@ class GpuKernels:
     ops: ClassVar[Ops]
     attend_groups: ClassVar[Callable[..., State]]
     attend_all_rows: ClassVar[Callable[..., tuple[Array, Array, Array | None]]]
-    attend_skipped: ClassVar[Callable[..., State]]
     select_topk: ClassVar[Callable[..., tuple[Array, Array, Array]]]
     compact: ClassVar[Callable[..., tuple[Array, Array]]]
 
@@ -95,19 +93,6 @@ class GpuKernels:
                 )
             )  # fmt: skip
 
-    def attend_correction(
-        self, cache: Any, layer: int, plan: StepPlan, scores: Scores, selection: Selection, lse: Array
-    ) -> State:
-        inner = cache.correction
-        fields, estimate = inner.summaries[layer], scores.estimate
-        with self.ops.place(cache):
-            table, lengths = self.on_device(cache, plan)
-            return type(self).attend_skipped(
-                estimate, selection_mask(self.ops, selection, estimate.shape[-1]), lse, fields["mean"],
-                fields["mean_scale"], inner.valid[layer], table, lengths, group_size=cache.cache_config.S,
-                correction_tokens=cache.cache_config.correction_tokens,
-            )  # fmt: skip
-
     def table(self, write_kv: Kernel | None = None) -> KernelTable:
         return KernelTable(
             self.family,
@@ -116,7 +101,6 @@ class GpuKernels:
             select=Kernel(self.select, unsupported_choice),
             attend=Kernel(self.attend, unread_codes),
             attend_rows=Kernel(self.attend_rows, unread_codes),
-            attend_correction=Kernel(self.attend_correction),
             listing=self.listing,
         )
 

@@ -55,7 +55,7 @@ def unit_arrays(cache: Any) -> dict[str, Array]:
     for layer in range(cache.spec.num_layers):
         for name, pool in (("k", cache.k[layer]), ("v", cache.v[layer])):
             found |= {f"layers.{layer}.{name}.{i}": array for i, array in enumerate(pages.arrays_of(pool))}
-        for kind, one in (("summary", cache), ("bound", cache.bound), ("correction", cache.correction)):
+        for kind, one in (("summary", cache), ("bound", cache.bound)):
             if one is not None and one.cache_config.enabled:
                 found |= {f"layers.{layer}.{kind}.{name}": pool for name, pool in one.summaries[layer].items()}
     return found

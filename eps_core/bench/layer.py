@@ -219,7 +219,7 @@ class Bench:
         self._add_graphs(layer, config, step, moved, variants, failed)
         for name in ("step", "step_with_write"):
             _, result = self.timed(variants[name].call)
-            require_same(layer, result[:2], step.merged, f"its own parts, as {name}")
+            require_same(layer, result[:2], step.read, f"its own parts, as {name}")
         return _Checked(config, selection, values, moved, variants, failed)
 
     def _cell(self, layer: Layer, dense: DenseVariants, kind: str, share: float, roof: float) -> dict[str, Any]:
@@ -243,7 +243,6 @@ class Bench:
             "config": config.to_dict(),
             **checked.selection,
             "summary_bytes": moved["score"],
-            "correction_bytes": moved["correction"],
             "bytes_read": total_bytes,
             "dense_bytes": dense.bytes,
             "bytes_ratio": total_bytes / dense.bytes,
@@ -275,8 +274,6 @@ class Bench:
         except RuntimeError as error:
             failed["parts" + GRAPH] = fault_line(error)
             return
-        whole = step.merged[0], step.read[1]
-        right = {"attend": step.read, "attend_with_correction": whole, "step": whole}
         for name, part in parts.items():
             try:
                 graph = self.platform.capture(part)
@@ -285,8 +282,8 @@ class Bench:
                 continue
             if graph is None:
                 return
-            if name in right:
-                require_same(layer, self.timed(graph)[1], right[name], f"its own parts, as the graph of {name}")
+            if name in ("attend", "step"):
+                require_same(layer, self.timed(graph)[1], step.read, f"its own parts, as the graph of {name}")
             variants[name + GRAPH] = Variant(graph, "eps", moved[name])
 
     def _measure(self, layer: Layer, variants: dict[str, Variant]) -> tuple[int, int]:
@@ -334,9 +331,6 @@ def _eps_variants(layer: Layer, config: EpsConfig, first: Step, moved: dict[str,
     def attend(selection: Any = first.selection) -> Any:
         return backend.attend(layer.cache, 0, layer.q, plan, selection)
 
-    def correction(scores: Any = first.scores, selection: Any = first.selection, state: Any = first.read) -> Any:
-        return backend.add_correction(layer.cache, 0, plan, scores, selection, state)
-
     def step() -> Any:
         out, one = sparse_attention(backend, layer.cache, 0, layer.q, plan)
         return out, one.lse, *one.pending.values()
@@ -345,17 +339,14 @@ def _eps_variants(layer: Layer, config: EpsConfig, first: Step, moved: dict[str,
         cache = layer.write()
         return *step(), cache
 
-    variants = {
+    return {
         "score": Variant(score, "eps", moved["score"]),
         "select": Variant(select, "eps", moved["select"]),
         "attend": Variant(attend, "eps", moved["attend"], first.read),
         "write": Variant(layer.write, "eps", moved["write"]),
-        "step": Variant(step, "eps", moved["step"], first.merged),
-        "step_with_write": Variant(step_with_write, "eps", moved["step"] + moved["write"], first.merged),
+        "step": Variant(step, "eps", moved["step"], first.read),
+        "step_with_write": Variant(step_with_write, "eps", moved["step"] + moved["write"], first.read),
     }
-    if config.cache_config.correction_tokens:
-        variants["correction"] = Variant(correction, "eps", moved["correction"])
-    return variants
 
 
 def _exceeds(num_bytes: int, last_cache: int | None) -> bool | None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from eps_core.bench.data import Layer, Shape
 from eps_core.bench.proof import CheckError
-from eps_core.config.bytes import correction_bytes, scoring_bytes
+from eps_core.config.bytes import scoring_bytes
 from eps_core.config.cache import DTYPE_BYTES, METHODS, sized_method
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
@@ -84,18 +84,15 @@ def budgeted(config: EpsConfig, shape: Shape, kind: str, share: float) -> EpsCon
 
 
 def moved_bytes(layer: Layer, config: EpsConfig, kv_read: int) -> dict[str, int]:
-    """Bytes that each part must move: stored summaries, K, V and means as the plan counts them; the float32 estimates
-    that selection reads; the K and V that a write stores."""
+    """Bytes that each part must move: stored summaries, K and V as the plan counts them; the float32 estimates that
+    selection reads; the K and V that a write stores."""
     shape, heads = layer.shape, layer.shape.kv_heads
     lengths, plan = layer.lengths.tolist(), layer.plan(config)
-    whole = heads * scoring_bytes(config, shape.head_dim, lengths)
-    correction = heads * sum(correction_bytes(config.cache_config, shape.head_dim, length) for length in lengths)
+    scoring = heads * scoring_bytes(config, shape.head_dim, lengths)
     return {
-        "score": whole - correction,
+        "score": scoring,
         "select": 4 * heads * int(plan.ends.sum()),
         "attend": kv_read,
-        "correction": correction,
-        "attend_with_correction": kv_read + correction,
         "write": heads * shape.batch * layer.cache.spec.kv_token_bytes,
-        "step": heads * sum(lengths) * layer.cache.spec.kv_token_bytes if plan.reads_all(0) else whole + kv_read,
+        "step": heads * sum(lengths) * layer.cache.spec.kv_token_bytes if plan.reads_all(0) else scoring + kv_read,
     }

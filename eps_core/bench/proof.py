@@ -21,7 +21,7 @@ ESTIMATE_TOLERANCE = 5e-3  # nats, and of itself; estimates are float32
 # estimates near the edge of the refined eighth may be refined by one path alone
 ODD_ESTIMATES = 0.01
 SAMPLED_PAIRS = 4  # (sequence, kv head)s that are compared with float64
-PARTS = ("score", "select", "attend", "attend_correction")
+PARTS = ("score", "select", "attend")
 
 
 class CheckError(ConfigError):
@@ -35,8 +35,6 @@ class Step:
     scores: Scores
     selection: Selection
     read: State  # over the selected groups
-    correction: State | None
-    merged: State
 
 
 def run_step(layer: Layer, config: EpsConfig, wait: Callable[..., None]) -> Step:
@@ -47,12 +45,7 @@ def run_step(layer: Layer, config: EpsConfig, wait: Callable[..., None]) -> Step
     wait(scores, selection)
     read = backend.attend(cache, 0, layer.q, plan, selection)
     wait(read)
-    correction = None
-    if config.cache_config.correction_tokens:
-        correction = backend.attend_correction(cache, 0, plan, scores, selection, read[1])
-    merged = read if correction is None else backend.merge(read, correction)
-    wait(correction, merged)
-    return Step(scores, selection, read, correction, merged)
+    return Step(scores, selection, read)
 
 
 def check_sparse(layer: Layer, step: Step, asked_kernels: str, partial: bool) -> dict[str, Any]:
@@ -99,7 +92,7 @@ def check_values(layer: Layer, config: EpsConfig, step: Step, keys: Array, value
     plan = layer.plan(config)
     if not plan.reads_all(0):  # the layer as a decoder takes it, once its parts are judged
         whole, one = sparse_attention(layer.backend, layer.cache, 0, layer.q, plan)
-        require_same(layer, (whole, one.lse), step.merged, "its own parts, one by one")
+        require_same(layer, (whole, one.lse), step.read, "its own parts, one by one")
     return {"compared_with": compared_with, **worst, "computed_by": computed_by}
 
 
@@ -138,8 +131,6 @@ def _float64(
 def _against_arrays(layer: Layer, config: EpsConfig, step: Step) -> dict[str, float]:
     """Every part of the step against the array function of its name, given the same input."""
     backend, plain = layer.backend, replace(layer.cache, kernels="arrays")
-    if plain.correction is not None:
-        plain.correction = replace(plain.correction, kernels="arrays")
     plan = layer.plan(config)
     estimate = backend.to_numpy(step.scores.estimate).astype(np.float64)
     expected = backend.to_numpy(backend.score(plain, 0, layer.q, plan).estimate).astype(np.float64)
@@ -156,11 +147,7 @@ def _against_arrays(layer: Layer, config: EpsConfig, step: Step) -> dict[str, fl
         ):
             raise CheckError(f"the {name} selected differ from the array path's: nothing was timed")
     listed = replace(step.selection, selected_mask=None)
-    states = [(step.read, backend.attend(plain, 0, layer.q, plan, listed))]
-    if step.correction is not None:
-        correction = backend.attend_correction(plain, 0, plan, step.scores, listed, step.read[1])
-        states += [(step.correction, correction), (step.merged, backend.merge(step.read, correction))]
-    worst = _worst([compare_states(layer, state, right) for state, right in states])
+    worst = compare_states(layer, step.read, backend.attend(plain, 0, layer.q, plan, listed))
     _require_close(layer, worst, "the array path over the same groups")
     return worst
 
@@ -225,10 +212,7 @@ def _computed_by(layer: Layer, config: EpsConfig, step: Step) -> dict[str, str]:
         "score": (cache, 0, layer.q, plan),
         "select": (step.scores, plan, 0),
         "attend": (cache, 0, layer.q, plan, step.selection),
-        "attend_correction": (cache, 0, plan, step.scores, step.selection, step.read[1]),
     }
-    if step.correction is None:
-        del given["attend_correction"]
     by = {}
     for name, arguments in given.items():
         kernel = layer.backend.kernel_of(cache, name)

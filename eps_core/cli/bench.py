@@ -85,8 +85,7 @@ _SAME = (
 )
 @click.pass_context
 def bench_command(ctx: click.Context, /, **flags: Any) -> None:
-    """Time one attention layer: score, select, attend, correction and write of EPS, and the fastest dense attention
-    here.
+    """Time one attention layer: score, select, attend and write of EPS, and the fastest dense attention here.
 
     Nothing is printed unless it was verified on the arrays that were timed that groups were skipped, that exactly the
     selected ones were read, that the kernels are those asked for, and that the results are right.
@@ -95,7 +94,7 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
     selected     groups selected, share of all
     bytes       K, V and summaries read by a step, over dense K and V
     dense       median ms of the fastest dense variant, and its name; dense variants read contiguous K and V
-    step        score + select + attend + correction, called as one; the parts are timed apart and need not add up
+    step        score + select + attend, called as one; the parts are timed apart and need not add up
     faster      dense / step
     of roof     bytes of K and V that attend reads a second, over the measured bandwidth; of its graph on CUDA
     graphed     the step as a CUDA graph, and dense over it
@@ -173,7 +172,7 @@ def bench_text(lines: list[dict[str, Any]]) -> str:
             notes.add(f"{cell['batch']} x {cell['context']:,} tokens of K and V fit the last cache, which was flushed")
     header = [
         "method", "dtype", "context", "batch", "visited", "bytes", "dense", "best dense", "score", "select", "attend",
-        "correction", "step", "write", "faster", "of roof", "graphed",
+        "step", "write", "faster", "of roof", "graphed",
     ]  # fmt: skip
     table = terminal.table([_row(cell) for cell in cells], header)
     return head + table + "".join(f"\nnote: {note}" for note in sorted(notes))
@@ -199,7 +198,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
         f"{100 * cell['bytes_ratio']:.1f} %",
         ms(cell["best_dense"], spread=True),
         cell["best_dense"],
-        *(ms(name) for name in ("score", "select", "attend", "correction")),
+        *(ms(name) for name in ("score", "select", "attend")),
         ms("step", spread=True),
         ms("write"),
         f"{cell['speedup']:.2f}x",
@@ -224,7 +223,6 @@ def _summary(lines: list[dict[str, Any]], request: BenchRequest, plots: list[Pat
         "cells": [
             {name: cell[name] for name in _SUMMARY_KEYS}
             | {f"{part}_ms": cell["arms"][part]["ms"] for part in ("score", "select", "attend", "write")}
-            | {"correction_ms": cell["arms"]["correction"]["ms"] if "correction" in cell["arms"] else None}
             for cell in cells
         ],
     }

@@ -8,7 +8,7 @@ import click
 
 from eps_core.cli.help import FILE, METHOD, MODEL, SELECTION, option, options
 from eps_core.cli.numbers import MOST_SEED, ListOf, OrWord, Real, Whole
-from eps_core.config.cache import DEFAULT_CORRECTION_TOKENS, METHODS, coded_methods, dim_meanings
+from eps_core.config.cache import METHODS, coded_methods, dim_meanings
 from eps_core.config.eps import EpsConfig
 from eps_core.config.selection import COMBINES, DEFAULT_BUDGET, DEFAULT_SINK_RECENT, POLICIES, SCOPES
 from eps_core.config.speculative import DRAFT_BUDGET, DRAFT_BUDGET_FLOOR
@@ -84,15 +84,6 @@ selection_options = options(
     _kept(
         "--eps-bound-bits", type=Whole(), default=0,
         help="Bits (4 or 8) of the key codes that error bounds are computed from; 0: the method's own bounds.",
-    ),
-    _kept(
-        "--eps-correction", also=["--eps-tail"], type=click.Choice(("drop", "mean")),
-        help="Skipped-mass correction: drop skipped groups, or add their estimated mass at their mean value.  "
-        "[default: drop]",
-    ),
-    _kept(
-        "--eps-correction-tokens", also=["--eps-tail-tokens"], type=Whole(),
-        help=f"Tokens of one mean value: a multiple of block and group.  [default: {DEFAULT_CORRECTION_TOKENS}]",
     ),
     _kept(
         "--eps-seed", type=Whole(most=MOST_SEED), default=_DEFAULT.cache_config.seed,
@@ -190,20 +181,15 @@ def config_of(
         if not auto_min_context:
             raise click.UsageError("--eps-min-context auto belongs to `eps-proto run`: give a number of tokens")
         min_context = 0
-    if flags["eps_correction"] == "drop" and flags["eps_correction_tokens"] is not None:
-        raise click.UsageError("--eps-correction-tokens belongs to --eps-correction mean: drop it or choose that")
     config = EpsConfig.of(
         method=method,
         **summary_settings(flags),
         **{name: flags[f"eps_{name}"] for name in _SAME},
-        correction_tokens=flags["eps_correction_tokens"],
         num_sink_tokens=flags["eps_sink_tokens"],
         num_recent_tokens=flags["eps_recent_tokens"],
         head_modes=_head_modes(flags),
         min_context=min_context,
     )
-    if flags["eps_correction"] == "mean" and flags["eps_correction_tokens"] is None:
-        config = config.with_correction()
     for end, role in (("first", "sink"), ("last", "recent")):
         groups = flags[f"eps_{end}_n"]
         if groups is None:

@@ -22,9 +22,9 @@ def further_bytes(cache_config: CacheConfig, head_dim: int) -> tuple[tuple[int, 
 
 def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> int:
     """Bytes read besides K and V per (layer, kv head) to score sequences of `lengths` tokens: the summaries of their
-    groups, of codes in stages the first part of all and each further part of the best, the rescoring bits of the best,
-    and the mean values of the skipped-mass correction. Padding of tables is not counted: what a table's width adds is
-    the backend's affair, and a kernel does not read it."""
+    groups, of codes in stages the first part of all and each further part of the best, and the rescoring bits of the
+    best. Padding of tables is not counted: what a table's width adds is the backend's affair, and a kernel does not
+    read it."""
     cache_config, total = config.cache_config, 0
     parts, second = further_bytes(cache_config, head_dim)
     of_all = span_bytes(cache_config, head_dim) - cache_config.groups_per_span * (second + sum(parts))
@@ -32,18 +32,7 @@ def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> i
         total += -(-length // cache_config.span_tokens) * of_all
         total += sum(map(mul, config.cascade_groups(length, head_dim), parts))
         total += config.rescored_groups(length) * second
-        total += correction_bytes(cache_config, head_dim, length)
     return total
-
-
-def correction_bytes(cache_config: CacheConfig, head_dim: int, num_tokens: int) -> int:
-    """Bytes of the mean values of skipped-mass correction per (layer, kv head) of a sequence of `num_tokens` tokens:
-    stored, and all read by a scoring pass."""
-    return (
-        -(-num_tokens // cache_config.correction_tokens) * span_bytes(cache_config.correction_config, head_dim)
-        if cache_config.correction_tokens
-        else 0
-    )
 
 
 @cache  # every step asks
@@ -70,9 +59,8 @@ def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> tuple
 
 
 def summary_bytes(cache_config: CacheConfig, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:
-    """Bytes of all summaries of one sequence of `num_tokens` tokens, those of bounds and corrections included."""
+    """Bytes of all summaries of one sequence of `num_tokens` tokens, those of bounds included."""
     kept = -(-num_tokens // cache_config.span_tokens) * span_bytes(cache_config, head_dim)
-    kept += correction_bytes(cache_config, head_dim, num_tokens)
     if cache_config.bound_bits:
         kept += num_tokens * span_bytes(cache_config.bound_store, head_dim)
     return num_layers * num_kv_heads * kept

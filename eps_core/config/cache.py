@@ -1,9 +1,8 @@
 """Settings of what is kept: the shape of a cache and of its groups, and the summaries of these."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
 
 from eps_core.config import formats
 from eps_core.config.formats import AS_THEY_ARE, EXACT, FORMATS, FormatName
@@ -17,7 +16,6 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 COARSE_GROUP_BLOCKS = 8  # a coarse group in pages
 MAX_GROUP_TOKENS = 256
-DEFAULT_CORRECTION_TOKENS = 128
 UNIT_TOKENS = (32, 64)  # of `mean_tokens`
 
 
@@ -76,10 +74,6 @@ class CacheSpec:
             return self.head_dim * DTYPE_BYTES[self.dtype]
         return FORMATS[name].row_bytes(self.head_dim)
 
-    def of_values(self) -> Self:
-        """The same of a cache whose K is this one's V."""
-        return replace(self, k_bits=self.v_bits)
-
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -99,8 +93,6 @@ class CacheConfig:
     parts: int = 1  # in how many parts such codes are kept, to be read in stages
     rq_bounds: bool = False  # codes also store residual norm, radius and key norm (fp16), and so have bounds
     bound_bits: int = 0  # 4 or 8: bound from codes of single keys instead of the method's own bounds
-    # tokens whose mean value stands for the skipped groups among them; 0: these contribute nothing
-    correction_tokens: int = 0
     group_size: int | None = None  # S; None: the method's default, or group_blocks pages
     group_blocks: int | None = None  # S in pages
     seed: int = 0
@@ -122,11 +114,9 @@ class CacheConfig:
             "give one of them",
         )
         if self.method == table.OFF:
-            object.__setattr__(self, "correction_tokens", 0)
             object.__setattr__(self, "mean_tokens", 0)
             return
         self._settle_group()
-        self._settle_correction()
         self._settle_mean()
         if self.dim is not None:
             require(
@@ -165,20 +155,6 @@ class CacheConfig:
         )
         object.__setattr__(self, "group_size", tokens)
         object.__setattr__(self, "group_blocks", None)
-
-    def _settle_correction(self) -> None:
-        unit = max(self.block_size, self.S)
-        require(
-            not self.correction_tokens or not self.method_spec.norm_estimate,
-            f"eps-correction mean needs estimates of masses, and those of method {self.method} are norms: use "
-            "--eps-correction drop, or another method",
-        )
-        require(
-            self.correction_tokens == 0
-            or (unit <= self.correction_tokens <= MAX_GROUP_TOKENS and self.correction_tokens % unit == 0),
-            f"eps-correction-tokens {self.correction_tokens} is not a multiple, up to {MAX_GROUP_TOKENS}, of the "
-            f"{unit} tokens of a page or group: use {self.default_correction()}, or 0 to drop what is skipped",
-        )
 
     def _settle_mean(self) -> None:
         method_spec, tokens = self.method_spec.unit, self.mean_tokens
@@ -219,18 +195,9 @@ class CacheConfig:
         """Return why units of that many tokens cannot have a mean here, and the fix; None: they can."""
         if tokens <= self.S or tokens % self.S:
             return f"is no multiple of the group of {self.S} tokens beyond itself: use smaller groups"
-        held = max(self.block_size, self.S, self.correction_tokens)
-        if held % tokens == 0 or (not self.correction_tokens and tokens % held == 0):
+        if self.block_size % tokens == 0 or tokens % self.block_size == 0:
             return None
-        return (
-            f"does not fit whole into the {held} tokens of a page or correction: "
-            "use pages or a skipped-mass correction of 64 tokens"
-        )
-
-    def default_correction(self) -> int:
-        """About DEFAULT_CORRECTION_TOKENS, in whole pages and groups."""
-        unit = max(self.block_size, self.group_size or 0)
-        return unit * max(DEFAULT_CORRECTION_TOKENS // unit, 1)
+        return f"does not fit whole into the {self.block_size} tokens of a page: use pages of 64 tokens"
 
     # Derived once: every layer of every step asks. `__post_init__` asks of each only when its settings are settled
 
@@ -254,8 +221,8 @@ class CacheConfig:
 
     @cached_property
     def unit_tokens(self) -> int:
-        """Tokens per pool unit: the page, or the whole group or correction where these span pages."""
-        return max(self.block_size, self.S, self.correction_tokens, self.mean_tokens)
+        """Tokens per pool unit: the page, or the whole group or all groups of one mean where these span pages."""
+        return max(self.block_size, self.S, self.mean_tokens)
 
     @cached_property
     def groups_per_unit(self) -> int:
@@ -294,13 +261,6 @@ class CacheConfig:
         """The summary that bounds, where it is another one: codes of single keys, in the same pool units."""
         return CacheConfig(
             method=table.KEY_CODES, bits=self.bound_bits, group_size=1, seed=self.seed, block_size=self.unit_tokens
-        )
-
-    @cached_property
-    def correction_config(self) -> "CacheConfig":
-        """The summary of values that stands for what is skipped, in the same pool units."""
-        return CacheConfig(
-            method=table.TAIL, group_size=self.correction_tokens, correction_tokens=0, block_size=self.correction_tokens
         )
 
 

@@ -50,7 +50,6 @@ class EpsConfig:
     rescore: float | None = None  # rq: share of the groups of which a rescoring bit is read
     rq_bounds: bool | None = None  # rq: store what error bounds need, 6 bytes a group
     bound_bits: int | None = None  # 4 or 8: error bounds from codes of single keys; 0: the method's own
-    correction_tokens: int | None = None  # tokens whose mean value stands for the skipped ones among them; 0: none
     group_size: int | None = None  # tokens of a group, up to 256
     group_blocks: int | None = None  # the same in pages
     # selection: may differ from step to step
@@ -208,12 +207,6 @@ class EpsConfig:
         if device != "cuda" or self.cache_config.parts == 1 or {"cascade", "rescore"} & self.given.keys():
             return self
         return self.replace(cascade=(), rescore=1.0)
-
-    def with_correction(self) -> Self:
-        """The same with a skipped-mass correction of the usual length."""
-        if not self.cache_config.enabled:
-            return self
-        return self.replace(correction_tokens=self.cache_config.default_correction())
 
     def reads_all(self, layer: int, lengths: Iterable[int]) -> bool:
         """Return whether a step needs no score in a layer: it is dense, or every sequence is shorter than `min_context`

@@ -1,4 +1,4 @@
-"""Compiled attention over listed groups of a paged cache, and over the mean values of what was left out.
+"""Compiled attention over listed groups of a paged cache, and the estimated share of the softmax left out.
 
 K and V pools come as `pool_vectors` reads them, with the strides of a unit, of a kv head in it and of a token in what
 names a row: elements of which a token's D lie together, or rows of codes. Logits, softmax and sums are float32 whatever
@@ -10,9 +10,9 @@ sequence with few kv heads still keeps every core busy.
 import numpy as np
 
 from eps_core.cpu.compile import FAST, kernel
-from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, add_scaled, add_weighted, dots
+from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, add_weighted, dots
 from eps_core.cpu.threads import FAILED, finish, take, wait
-from eps_core.cpu.vectors import HEADS, LANES, exp_all, exp_sum, largest_of, masses_by_mask, weigh, wide
+from eps_core.cpu.vectors import HEADS, masses_by_mask, weigh
 
 ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes speed only
 
@@ -104,114 +104,6 @@ def attend(
         lse[b, head] = most + np.log(mass) if starts[row] < starts[row + 1] else -np.inf
         finish(progress, 1)
     wait(progress, 1, batch * num_heads)
-
-
-@kernel(fastmath=FAST | {"nnan"})
-def exp_from_largest(x):
-    """x [n] without NaN, n a multiple of 16, becomes exp(x - largest); returns (largest, sum). 0 and a sum of 0 where
-    all are -inf."""
-    largest, total = largest_of(x, len(x)), np.float32(0)
-    if largest > -np.inf:
-        for i in range(len(x)):
-            x[i] -= largest
-    exp_all(x, len(x))
-    for i in range(len(x)):
-        total += x[i]
-    return largest, total
-
-
-@kernel(fastmath=FAST)
-def masses_by_correction(masses, largest, weights):
-    """Fills weights [corrections] with the sums of exp(masses - largest) over the groups of each: masses [G]."""
-    per_correction = len(masses) // len(weights)
-    if per_correction % LANES == 0:
-        for t in range(len(weights)):
-            weights[t] = exp_sum(masses, t * per_correction, per_correction, largest)
-        return
-    for t in range(len(weights)):
-        weights[t] = 0
-        for group in range(t * per_correction, (t + 1) * per_correction):
-            weights[t] += np.exp(masses[group] - largest)
-
-
-@kernel(fastmath=FAST)
-def attend_correction(
-    progress, estimate, groups, counts, lse, means, scale, fill, table, lengths, size, corrections_per_unit, out,
-    correction, shares
-):  # fmt: skip
-    """Fills out [B, Hq, D] and correction [B, Hq] float32 with what `attend_correction` of the array backends returns,
-    and shares [B, Hkv] with the share of the softmax outside the selection, as `skipped_mass` does: estimate [B, Hkv,
-    G], the selection's groups [B, Hkv, W] and counts [B, Hkv], lse [B, Hq]; means flat int8 and scale int16 of
-    correction groups of `size` tokens, fill their state. One phase."""
-    batch, kv_heads, num_groups = estimate.shape
-    num_heads, head_dim = out.shape[1:]
-    repeat, num_corrections = num_heads // kv_heads, table.shape[1] * corrections_per_unit
-    held = np.full((num_groups + LANES - 1) // LANES * LANES, -np.inf, np.float32)
-    masses, weights = held[:num_groups], np.empty(num_corrections, np.float32)
-    places, mean = np.empty(num_corrections + PREFETCH_ROWS, np.int64), np.empty(head_dim, np.float32)
-    seen_masses = np.empty(groups.shape[2] + LANES, np.float32)
-    while True:
-        row = take(progress, 0)
-        if row >= batch * kv_heads:
-            break
-        b, h = row // kv_heads, row % kv_heads
-        own, own_groups, num_listed = estimate[b, h], groups[b, h], counts[b, h]
-        for group in range(num_groups):
-            masses[group] = own[group] if abs(own[group]) < np.inf else -np.inf
-        padded = (num_listed + LANES - 1) // LANES * LANES
-        seen_masses[:padded] = -np.inf
-        for i in range(num_listed):
-            seen_masses[i] = masses[own_groups[i]]
-            masses[own_groups[i]] = -np.inf
-        read, seen = exp_from_largest(seen_masses[:padded])
-        left, total, rest = largest_of(held, len(held)), np.float32(0), np.float32(0)
-        if left > -np.inf:
-            masses_by_correction(masses, left, weights)
-        else:
-            weights[:] = 0
-        for m in range(table.shape[1]):
-            unit, start = table[b, m], m * corrections_per_unit
-            for t in range(start, start + corrections_per_unit):
-                place = (max(unit, 0) * kv_heads + h) * corrections_per_unit + t - start
-                places[t] = place * head_dim
-                usable = (t + 1) * size <= lengths[b] and fill[unit * corrections_per_unit + t - start] == size
-                if usable and weights[t] > 0:
-                    total += weights[t]
-                    weights[t] *= wide(scale[place])
-                else:  # an unused place may hold any scale
-                    rest += weights[t]
-                    weights[t] = 0
-        places[num_corrections:] = places[num_corrections - 1]
-        mean[:] = 0
-        add_scaled(means, places, 0, num_corrections, head_dim, weights, mean)
-        seen_lse = read + np.log(seen) if seen > 0 else np.float32(-np.inf)
-        for head in range(h * repeat, (h + 1) * repeat):
-            over = seen_lse - lse[b, head]  # NaN where nothing was read: nothing is lowered
-            for c in range(head_dim):
-                out[b, head, c] = mean[c] / total if total > 0 else np.float32(0)
-            correction[b, head] = left + np.log(total) - (over if over > 0 else 0) if total > 0 else np.float32(-np.inf)
-        most, skipped = max(left, read), total + rest
-        if skipped > 0:
-            skipped *= np.exp(left - most)
-        whole = skipped + (seen * np.exp(read - most) if seen > 0 else np.float32(0))
-        shares[b, h] = skipped / whole if whole > 0 else np.float32(0)
-        finish(progress, 0)
-    wait(progress, 0, batch * kv_heads)
-
-
-@kernel(fastmath=FAST)
-def merge(out, lse, other_out, other_lse, whole, whole_lse):
-    """Fills whole [N, D] and whole_lse [N] float32 with the merge of attention over two disjoint sets of keys, out and
-    other_out [N, D] float32 with lse and other_lse [N]; -inf: no keys."""
-    for n in range(len(lse)):
-        largest = max(lse[n], other_lse[n])
-        base = largest if largest > -np.inf else np.float32(0)
-        weight, other = np.exp(lse[n] - base), np.exp(other_lse[n] - base)
-        total = weight + other
-        shrink = np.float32(1) / total if total > 0 else np.float32(0)
-        for d in range(out.shape[1]):
-            whole[n, d] = (out[n, d] * weight + other_out[n, d] * other) * shrink
-        whole_lse[n] = base + np.log(total) if total > 0 else np.float32(-np.inf)
 
 
 @kernel(fastmath=FAST)

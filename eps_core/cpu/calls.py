@@ -252,23 +252,6 @@ def attending(
     return Call(attend.attend, 2, args), state
 
 
-def adding_correction(
-    cache: Any, layer: int, plan: StepPlan, estimate: np.ndarray, listed: tuple[np.ndarray, np.ndarray],
-    lse: np.ndarray, host: Host,
-) -> tuple[Call, State, np.ndarray]:  # fmt: skip
-    """The estimated attention over what the groups and counts of `listed` left out of estimate [B, Hkv, G], where the
-    listed ones gave lse [B, Hq], and the share [B, Hkv] of it: `skipped_mass`."""
-    inner = cache.correction
-    correction = State(np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32))
-    shares = np.empty(estimate.shape[:2], np.float32)
-    means, scale = (host.flat(inner.summaries[layer][name]) for name in ("mean", "mean_scale"))
-    args = (
-        estimate, *listed, lse, means, scale, inner.state[layer].fill, plan.table, plan.lengths, inner.cache_config.S,
-        inner.cache_config.groups_per_unit, *correction, shares,
-    )  # fmt: skip
-    return Call(attend.attend_correction, 1, args), correction, shares
-
-
 def summing_skipped(estimate: np.ndarray, selected_mask: np.ndarray, shares: np.ndarray) -> Call:
     """Fills shares [B, Hkv] float32 with the estimated share of the softmax outside visit [B, Hkv, G] bool: estimate
     [B, Hkv, G] float32."""

@@ -1,20 +1,18 @@
-"""The CPU kernels over numpy arrays: `score`, `select`, `attend`, `attend_rows` and `attend_correction` of an array
-backend whose arrays lie in the memory of the host, and a whole sparse layer in one. Speed only: values are the array
-operations' up to float32 rounding, lists are equal.
+"""The CPU kernels over numpy arrays: `score`, `select`, `attend` and `attend_rows` of an array backend whose arrays lie
+in the memory of the host, and a whole sparse layer in one. Speed only: values are the array operations' up to float32
+rounding, lists are equal.
 
 A backend gives its cache as it is; `host`, which shows its arrays as numpy;
 and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_of` its library). The first call of an
 installation compiles (tens of seconds), later ones load what was compiled.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from eps_core.cpu import amx, calls, fused, rows_amx, threads, vectors
-from eps_core.cpu import attend as attend_kernels
+from eps_core.cpu import amx, calls, fused, rows_amx, vectors
 from eps_core.cpu import rows as portable
 from eps_core.cpu.calls import Call, Chosen, Host, State
 from eps_core.kv_cache.counts import check_query
@@ -28,14 +26,12 @@ PREFILL_LANES = 384  # query heads times tokens of a block of a prompt, whose su
 
 
 class FusedOutput(NamedTuple):
-    """A sparse layer: `read`, attention over what was chosen; `whole`, skipped-mass correction included; the estimated
-    share [B, Hkv] of the softmax that was not read; the estimates; and when the parts were computed."""
+    """A sparse layer: attention over what was chosen, the estimated share [B, Hkv] of the softmax that was not read,
+    and when the parts were computed."""
 
     read: State
-    whole: State
     chosen: Chosen
     skipped: np.ndarray
-    estimate: np.ndarray  # [B, Hkv, G], until the next layer's
     stamps: np.ndarray  # int64: when scoring began, attention began, and all ended, in ns
 
 
@@ -75,39 +71,31 @@ def fused_call(
     stamps: np.ndarray,
     filled: Chosen | None = None,
 ) -> tuple[Call, FusedOutput]:
-    """Return the call that scores, selects and attends at once, and what it fills, without the skipped-mass correction:
-    `whole` is `read`, and where the cache has a correction, which sums what was not read itself, skipped [B, Hkv] is
-    left as it is. stamps [3] int64 are 0 before. q [B, Hq, D] float32, contiguous; no bounds; `filled` as
-    `calls.choosing` takes it."""
+    """Return the call that scores, selects and attends at once, and what it fills, skipped [B, Hkv] and stamps [3]
+    int64, which are 0 before, among it. q [B, Hq, D] float32, contiguous; no bounds; `filled` as `calls.choosing` takes
+    it."""
     shape = len(q), cache.spec.num_kv_heads, plan.num_groups
     estimate = plan.room(("estimate", shape), lambda: np.empty(shape, np.float32))
     score_call = calls.scoring(cache, layer, q, plan, host, estimate)
     choice, chosen = calls.choosing(plan, estimate, plan.num_missing(cache.state[layer]), filled)
     attention, read = calls.attending(cache, layer, q, plan, (chosen.groups, chosen.counts), host)
-    rows = slice(0 if cache.cache_config.correction_tokens else None)
-    summing = calls.summing_skipped(estimate[rows], chosen.selected_mask[rows], skipped[rows])
+    summing = calls.summing_skipped(estimate, chosen.selected_mask, skipped)
     *scored, _ = score_call.args
     _, *attended = attention.args
     args = stamps, score_call.phases, tuple(scored), choice.args, tuple(attended), summing.args
     phases = score_call.phases + fused.PHASES + chosen.counts.size
     call = Call(fused.score_and_read, phases, args)
-    return call, FusedOutput(read, read, chosen, skipped, estimate, stamps)
+    return call, FusedOutput(read, chosen, skipped, stamps)
 
 
 def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, run: Run) -> FusedOutput:
-    """Score, select and attend at once, and add the skipped-mass correction where the cache has one: what the parts
-    give one by one, bit for bit. q [B, Hq, D] float32; no bounds. Raises ValueError for q that does not fit the
-    cache."""
+    """Score, select and attend at once: what the parts give one by one, bit for bit. q [B, Hq, D] float32; no bounds.
+    Raises ValueError for q that does not fit the cache."""
     check_query(cache.spec, q.shape)
     skipped = np.empty((len(q), cache.spec.num_kv_heads), np.float32)
     call, found = fused_call(cache, layer, np.ascontiguousarray(q), plan, host, skipped, np.zeros(3, np.int64))
     run(call.kernel, call.phases, *call.args)
-    if not cache.cache_config.correction_tokens:
-        return found
-    listed = found.chosen.groups, found.chosen.counts
-    *correction, skipped = attend_correction(cache, layer, plan, found.estimate, listed, found.read.lse, host, run)
-    found.stamps[2] = time.clock_gettime_ns(threads.CLOCK)
-    return found._replace(whole=State(*merge(*found.read, *correction)), skipped=skipped)
+    return found
 
 
 def attend_rows(
@@ -147,30 +135,6 @@ def attend_rows(
     else:
         run(portable.attend_rows, 3, q, k, v, k_strides, v_strides, *about)
     return out, lse, None if selected_mask is None else selected_lse
-
-
-def attend_correction(
-    cache: Any, layer: int, plan: StepPlan, estimate: np.ndarray,
-    listed: tuple[np.ndarray, np.ndarray], lse: np.ndarray, host: Host, run: Run,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """(out [B, Hq, D], lse [B, Hq], share [B, Hkv]) float32: the estimated attention over what the groups and counts of
-    `listed` left out of estimate [B, Hkv, G], where the listed ones gave lse [B, Hq], and `skipped_mass` of them."""
-    call, correction, shares = calls.adding_correction(cache, layer, plan, estimate, listed, lse, host)
-    run(call.kernel, call.phases, *call.args)
-    return *correction, shares
-
-
-def merge(
-    out: np.ndarray, lse: np.ndarray, other_out: np.ndarray, other_lse: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(out [B, Hq, D], lse [B, Hq]) float32 of two states of attention over disjoint sets of keys, float32 both."""
-    whole, whole_lse = np.empty(out.shape, np.float32), np.empty(lse.shape, np.float32)
-    rows = lse.size, out.shape[-1]
-    attend_kernels.merge(
-        out.reshape(rows), lse.reshape(-1), other_out.reshape(rows), other_lse.reshape(-1), whole.reshape(rows),
-        whole_lse.reshape(-1),
-    )  # fmt: skip
-    return whole, whole_lse
 
 
 def skipped_mass(estimate: np.ndarray, selected_mask: np.ndarray, run: Run) -> np.ndarray:

@@ -141,9 +141,9 @@ def _packer(kernel: Any) -> Callable[..., int]:
 _PACKERS: dict[Any, Callable[..., int]] = {
     kernel: _packer(kernel)
     for kernel in (
-        units.score_units, best.select_topk, attend.attend, attend.attend_correction, attend.skipped_mass,
-        rows.attend_rows, rows_amx.attend_rows, fused.score_and_read, layer.before_attention, layer.after_attention,
-        layer.head, write.place_rows,
+        units.score_units, best.select_topk, attend.attend, attend.skipped_mass, rows.attend_rows,
+        rows_amx.attend_rows, fused.score_and_read, layer.before_attention, layer.after_attention, layer.head,
+        write.place_rows,
     )
 }  # fmt: skip
 

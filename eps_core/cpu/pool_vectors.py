@@ -1,4 +1,4 @@
-"""Rows of K and V, of correction means and of summaries that are multiplied or added up, as numba intrinsics.
+"""Rows of K and V that are multiplied or added up, as numba intrinsics.
 
 A pool is a flat array whose element type says how it is read (`vectors`), and a row of it is named by the element that
 it begins with. Or it is a pool of codes, a tuple: flat codes, int8 of 8 bits or uint8 of two of 4 bits, flat scales
@@ -181,15 +181,17 @@ def dots(builder, kinds, pool, rows, count, head_dim, queries, logits, most):
     builder.store_lanes(builder.folded(builder.load(largest), HEADS, most_of_two), most)
 
 
-def _add_rows(builder, kinds, pool, rows, first, end, head_dim, weights, sums, heads: int):
-    """The code of `add_weighted` for as many heads."""
+@emits()
+def add_weighted(builder, kinds, pool, rows, first, end, head_dim, weights, sums):
+    """sums[r D + c] += sum over i in first .. end - 1 of weights[4 i + r] * channel c of row rows[i] of the pool, for
+    four heads r and the head_dim D channels c. PREFETCH_ROWS more of `rows` are asked for ahead."""
     reader = Reader(builder, kinds[0], pool, head_dim)
 
     def block(channel, lanes: int, vectors: int):
         """Return all rows for lanes * vectors channels from `channel`, with the sums in registers."""
 
         def places():
-            for r in range(heads):
+            for r in range(HEADS):
                 for j in range(vectors):
                     yield r, j, builder.at(sums, (head_dim, r), builder.total(channel, j * lanes))
 
@@ -201,13 +203,13 @@ def _add_rows(builder, kinds, pool, rows, first, end, head_dim, weights, sums, h
             name, ahead = (builder.load(builder.at(rows, index)) for index in (i, builder.total(i, PREFETCH_ROWS)))
             reader.ask_for(ahead, channel, lanes * vectors)
             row = reader.row(name)
-            own = builder.at(weights, (i, heads))
-            each = [builder.load_lanes(builder.at(own, r), 1) for r in range(heads)]
+            own = builder.at(weights, (i, HEADS))
+            each = [builder.load_lanes(builder.at(own, r), 1) for r in range(HEADS)]
             if lanes > 1:
                 each = [builder.broadcast(weight, lanes) for weight in each]
             for j in range(vectors):
                 value = row.values(builder.total(channel, j * lanes), lanes)
-                for r in range(heads):
+                for r in range(HEADS):
                     own_sum = builder.load(kept[r, j])
                     if lanes == 1:
                         own_sum = builder.fadd(builder.fmul(value, each[r]), own_sum)
@@ -224,19 +226,6 @@ def _add_rows(builder, kinds, pool, rows, first, end, head_dim, weights, sums, h
         with builder.steps(done, until, width) as channel:
             block(channel, lanes, vectors)
         done = until
-
-
-@emits()
-def add_weighted(builder, kinds, pool, rows, first, end, head_dim, weights, sums):
-    """sums[r D + c] += sum over i in first .. end - 1 of weights[4 i + r] * channel c of row rows[i] of the pool, for
-    four heads r and the head_dim D channels c. PREFETCH_ROWS more of `rows` are asked for ahead."""
-    _add_rows(builder, kinds, pool, rows, first, end, head_dim, weights, sums, HEADS)
-
-
-@emits()
-def add_scaled(builder, kinds, pool, rows, first, end, head_dim, weights, sums):
-    """`add_weighted` for one head: sums[c] += sum over i of weights[i] * channel c of row rows[i]."""
-    _add_rows(builder, kinds, pool, rows, first, end, head_dim, weights, sums, 1)
 
 
 @emits()

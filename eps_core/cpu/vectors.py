@@ -322,34 +322,6 @@ def weigh(builder, logits, count, most, totals):
     builder.store_lanes(builder.folded(builder.load(total), HEADS, builder.fadd), totals)
 
 
-@emits()
-def exp_all(builder, x, count):
-    """x[i] becomes exp(x[i]), 0 below -87, for i < count, a multiple of 16."""
-    with builder.steps(0, count, LANES) as start:
-        pointer = builder.at(x, start)
-        builder.store_lanes(builder.exp(builder.load_lanes(pointer)), pointer)
-
-
-@emits(types.float32)
-def largest_of(builder, x, count):
-    """The largest of x[i] without NaN, i < count, a multiple of 16; -inf where there is none."""
-    largest = [cgutils.alloca_once_value(builder, splat(float("-inf"))) for _ in range(4)]
-    fours = builder.and_(count, i64(-4 * LANES))
-
-    def take(at, kept):
-        builder.store(builder.larger(builder.load_lanes(builder.at(x, at)), builder.load(kept)), kept)
-
-    with builder.steps(0, fours, 4 * LANES) as at:
-        for j, kept in enumerate(largest):
-            take(builder.total(at, LANES * j), kept)
-    with builder.steps(fours, count, LANES) as at:
-        take(at, largest[0])
-    most = builder.load(largest[0])
-    for kept in largest[1:]:
-        most = builder.call_floats("maxnum", most, builder.load(kept))
-    return builder.largest_lane(most)
-
-
 @emits(types.UniTuple(types.float32, 2))
 def masses_by_mask(builder, x, mask, count):
     """The sums of exp(x[i] - largest) over the i < count of which mask[i], uint8, is not 0, and over the others: x
@@ -383,17 +355,6 @@ def masses_by_mask(builder, x, mask, count):
 
     each(add)
     return [builder.extract_element(builder.sums([builder.load(kept)]), i32(0)) for kept in (read, left)]
-
-
-@emits(types.float32)
-def exp_sum(builder, x, start, count, largest):
-    """The sum of exp(x[start + i] - largest), 0 below -87, over i < count, a multiple of 16."""
-    by = builder.broadcast(largest)
-    total = cgutils.alloca_once_value(builder, splat(0.0))
-    with builder.steps(0, count, LANES) as at:
-        own = builder.load_lanes(builder.at(x, start, at))
-        builder.store(builder.fadd(builder.load(total), builder.exp(builder.fsub(own, by))), total)
-    return builder.extract_element(builder.sums([builder.load(total)]), i32(0))
 
 
 def item_bytes(pointer) -> int:

@@ -43,7 +43,7 @@ class Cost:
 
     contexts: tuple[Count, ...]
     dense_ms: tuple[Positive, ...]
-    sparse_ms: tuple[Positive, ...]  # score, select, attend and correction
+    sparse_ms: tuple[Positive, ...]  # score, select and attend
 
     @property
     def min_context(self) -> int | None:

@@ -132,7 +132,7 @@ def _results(
     """Everything that a sparse step and a dense one compute, and a pass that verifies. Groups are not compared where
     estimates are: their rounding may swap two that are nearly equal, so both sides rank the same made-up ones."""
     parts = ["write", "prefill", "dense attention", *(["verify pass"] if verified else [])]
-    parts += ["score", "select", "attend", "correction", "step"] if config.cache_config.enabled else []
+    parts += ["score", "select", "attend", "step"] if config.cache_config.enabled else []
 
     def begin(part: str) -> None:
         progress(parts.index(part), len(parts), part)
@@ -177,15 +177,10 @@ def _results(
         results["counts"] = backend.to_numpy(selection.counts)
         begin("attend")
         states["sparse"] = backend.attend(cache, 0, query, plan, selection)
-        if config.cache_config.correction_tokens:
-            begin("correction")
-            states["correction"] = backend.attend_correction(cache, 0, plan, clear, selection, states["sparse"][1])
         begin("step")  # what statistics and error bounds also use; its parts are compared above
         out, seen = sparse_attention(backend, cache, 0, query, plan)
         # one kernel may do what the parts do; which groups these are, rounding decides, in both alike
         state = backend.attend(cache, 0, query, plan, seen.selection)
-        if config.cache_config.correction_tokens and seen.selection is not None:
-            state = backend.add_correction(cache, 0, plan, scores, seen.selection, state)
         whole = (out, seen.lse), state
         apart = [np.subtract(*(backend.to_numpy(one[i]).astype(np.float32) for one in whole)) for i in range(2)]
     for name, (out, lse) in states.items():

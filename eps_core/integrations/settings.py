@@ -12,7 +12,7 @@ from eps_core.config.eps import FLAT, EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.errors import require
 from eps_core.io import records
-from eps_core.io.schema import SETTINGS, current_settings
+from eps_core.io.schema import REMOVED, SETTINGS, current_settings
 from eps_core.load import KERNELS
 
 PREFIX = "EPS_"
@@ -82,7 +82,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
     """The flat settings that EPS_METHOD, EPS_BUDGET, .. name; numbers, true and false as JSON writes them. Raises
     ConfigError for a variable that is nearly one of them: others that begin alike are not ours."""
     environ = os.environ if environ is None else environ
-    names = (*FLAT, *EXTRAS, *SETTINGS)
+    names = (*FLAT, *EXTRAS, *SETTINGS, *REMOVED)
     known = [PREFIX + name.upper() for name in names]
     for name in sorted(environ):
         near = get_close_matches(name, known, 1, NEARLY) if name.startswith(PREFIX) and name not in known else []

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from eps_core.errors import require
+from eps_core.errors import require, shown
 
 SCHEMA = 2
 
@@ -11,11 +11,11 @@ SCHEMA = 2
 SETTINGS = {
     "stages": "cascade",
     "refine": "rescore",
-    "tail_tokens": "correction_tokens",
     "group_tokens": "group_size",
     "first_tokens": "num_sink_tokens",
     "last_tokens": "num_recent_tokens",
 }
+REMOVED = ("correction_tokens", "tail_tokens")  # older files have them, 0 where they were off
 KEYS = SETTINGS | {
     "mass_skipped_est": "skipped_mass_mean",
     "mass_skipped_cert": "skipped_mass_bound_max",
@@ -40,16 +40,26 @@ KEYS = SETTINGS | {
     "certificate": "error_bound",
     "certified_share": "bounded_share",
     "certificate_violations": "bound_violations",
-    "tail": "correction",
-    "tail_ms": "correction_ms",
-    "tail_bytes": "correction_bytes",
     "gated_exceeds_last_cache": "sparse_exceeds_last_cache",
     "gated_tokens_per_s": "eps_tokens_per_s",
 }
 
 
+def without_removed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without those that EPS has no more. Raises ConfigError where one of them is on."""
+    for name in REMOVED:
+        require(
+            not given.get(name),
+            f"{name} {shown(given.get(name))}: EPS has no skipped-mass correction (expected 0): leave it out, or use "
+            "the version that wrote it",
+        )
+    return {name: value for name, value in given.items() if name not in REMOVED}
+
+
 def current_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under today's names. Raises ConfigError where a setting is given under both names."""
+    """Return settings under today's names, without those that are gone. Raises ConfigError where a setting is given
+    under both names, and as `without_removed`."""
+    given = without_removed(given)
     for old, name in SETTINGS.items():
         require(not (old in given and name in given), f"{old} is the former name of {name}: give one of them")
     return {SETTINGS.get(name, name): value for name, value in given.items()}
@@ -64,7 +74,8 @@ def current_modes(value: Any) -> Any:
 
 def current(value: Any) -> Any:
     """Return a JSON value of any schema with today's keys at every depth but within `settings`: those are a KV format's
-    own."""
+    own. Raises ConfigError as `without_removed`."""
     if isinstance(value, dict):
-        return {KEYS.get(name, name): inner if name == "settings" else current(inner) for name, inner in value.items()}
+        named = without_removed(value).items()
+        return {KEYS.get(name, name): inner if name == "settings" else current(inner) for name, inner in named}
     return [current(inner) for inner in value] if isinstance(value, list) else value

@@ -32,14 +32,12 @@ def check_query(spec: CacheSpec, shape: Sequence[int]) -> None:
 
 
 class CountsRereads:
-    """A cache's own summaries and those beside it, and the rows of K that it reads again to finalize groups: those of V
-    for a correction."""
+    """A cache's own summaries and those of its bounds, and the rows of K that it reads again to finalize groups."""
 
     spec: CacheSpec
     cache_config: CacheConfig
     centroid: list[Any]  # of key codes, layer by layer, once it is known
-    bound: Any  # the caches of the summaries beside it, or None
-    correction: Any
+    bound: Any  # the cache of the summaries that bound, where they are other ones, or None
     tokens_reread: int  # of all layers; every kv head's rows are read
     _bytes_reported = 0  # by `newly_reread`
 
@@ -48,15 +46,13 @@ class CountsRereads:
         return not self.cache_config.method_spec.centroid_codes or self.centroid[layer] is not None
 
     def parts(self) -> list[Any]:
-        """Return the cache and those beside it, of bounds and of the skipped-mass correction, that have summaries."""
-        beside = (self, self.bound, self.correction)
-        return [one for one in beside if one is not None and one.cache_config.enabled]
+        """Return the cache and that of its bounds, where they have summaries."""
+        return [one for one in (self, self.bound) if one is not None and one.cache_config.enabled]
 
     @property
     def bytes_k_reread(self) -> int:
-        """Bytes read again so far, for the cache's own summaries and for those beside it."""
-        caches = [one for one in (self, self.bound, self.correction) if one is not None]
-        return sum(one.tokens_reread * one.spec.num_kv_heads * one.spec.k_token_bytes for one in caches)
+        """Bytes read again so far, for the cache's own summaries and for those of its bounds."""
+        return sum(one.tokens_reread * one.spec.num_kv_heads * one.spec.k_token_bytes for one in self.parts())
 
     def newly_reread(self) -> int:
         """Return the bytes read again since the last call."""

@@ -211,8 +211,7 @@ def _off(unit_tokens: int) -> EpsConfig:
 
 
 def check_units(cache_config: CacheConfig, nested: CacheConfig) -> None:
-    """Raises ValueError unless summaries beside a cache's own (of bounds, of corrections) lie in the same pool
-    units."""
+    """Raises ValueError unless summaries beside a cache's own, of bounds, lie in the same pool units."""
     if nested.unit_tokens != cache_config.unit_tokens:
         raise ValueError(
             f"summaries in units of {nested.unit_tokens} tokens beside a cache of {cache_config.unit_tokens}"

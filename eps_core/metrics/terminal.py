@@ -239,8 +239,7 @@ def describe(config: EpsConfig) -> str:
     elif read.top_pages is None:
         most = f"{read.budget:g} {'tokens' if read.budget > 1 else 'of the tokens'}"
         most += f", at least {read.budget_floor:,}" if read.budget_floor else ""
-    more = f", correction mean of {cache.correction_tokens} tokens" if cache.correction_tokens else ""
-    more += f", bounded from {cache.bound_bits}-bit keys" if cache.bound_bits else ""
+    more = f", bounded from {cache.bound_bits}-bit keys" if cache.bound_bits else ""
     more += f", strict (epsilon {read.epsilon:g})" if read.strict else ""
     if read.head_modes is not None:
         modes = [mode for layer in read.head_modes for mode in layer]

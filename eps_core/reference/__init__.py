@@ -5,13 +5,10 @@ float64 from what lies there.
 """
 
 from eps_core.reference.attention import (
-    add_correction,
     attend,
     attend_chunk,
-    attend_correction,
     attend_own,
     attend_rows,
-    moved_by,
     unread_share,
     weights,
 )

@@ -2,14 +2,12 @@
 
 import numpy as np
 
-from eps_core.attention.protocol import RowsRead, Scores, Selection
+from eps_core.attention.protocol import RowsRead, Selection
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.reference import formulas, pages
 from eps_core.reference.cache import DTYPES, Cache
 from eps_core.reference.formulas import State
-from eps_core.reference.scoring import selection_mask
-from eps_core.reference.selection import missing_groups
 
 QUERY_BLOCK = 256  # queries that the prefill attends at a time; changes speed and memory only
 
@@ -59,13 +57,6 @@ def attend_rows(
     return RowsRead(out, lse, selected)
 
 
-def add_correction(
-    cache: Cache, layer: int, plan: StepPlan, scores: Scores, selection: Selection, state: State
-) -> State:
-    """Return `state`, of what was read, merged with `attend_correction`."""
-    return formulas.merge(state, attend_correction(cache, layer, plan, scores, selection, state[1]))
-
-
 def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> State:
     """(out [B, Hq, D], lse [B, Hq]) of each token over itself alone: q [B, Hq, D], k, v [B, Hkv, D] as the cache would
     hold them."""
@@ -73,41 +64,6 @@ def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Sta
     held = (pages.held(pool[0], x.astype(dtype)) for pool, x in ((cache.k, k), (cache.v, v)))
     key, value = (np.repeat(x.astype(np.float64), repeat, axis=1) for x in held)
     return value, (q.astype(np.float64) * key).sum(axis=2) / np.sqrt(q.shape[2])
-
-
-def attend_correction(
-    cache: Cache, layer: int, plan: StepPlan, scores: Scores, selected: Selection, lse: np.ndarray
-) -> State:
-    """(out [B, Hq, D], lse [B, Hq]): an estimate of attention over the groups that `selected` left out, to be merged
-    with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the mean
-    value of the tokens around it, one of the correction's groups. Estimates that were too high for what was read are
-    lowered as much for what was not; where that group is not full or has no estimate, nothing is added. An estimate, no
-    bound."""
-    assert cache.correction is not None
-    inner, size, per_unit = cache.correction, cache.cache_config.S, cache.correction.cache_config.groups_per_unit
-    batch, kv_heads, groups = scores.estimate.shape
-    repeat, head_dim, ratio = lse.shape[1] // kv_heads, cache.spec.head_dim, inner.cache_config.S // size
-    table = plan.table
-    missing = missing_groups(inner.state[layer], table, plan.lengths)
-    selected_mask = selection_mask(selected, groups)
-    out, correction = np.zeros((batch, kv_heads, repeat, head_dim)), np.full((batch, kv_heads, repeat), -np.inf)
-    for b, head in np.ndindex(batch, kv_heads):
-        estimate = scores.estimate[b, head]
-        known = np.isfinite(estimate)
-        usable = np.repeat(~missing[b], ratio)[:groups]
-        skipped = np.flatnonzero(known & usable & ~selected_mask[b, head])
-        if not len(skipped):
-            continue
-        units, subs = table[b, skipped // ratio // per_unit], skipped // ratio % per_unit
-        scale = inner.summaries[layer]["mean_scale"][units, head, subs].astype(np.float64)
-        means = inner.summaries[layer]["mean"][units, head, subs] * scale[:, None]
-        mean_out, mass = formulas.average(estimate[skipped], means)
-        read = selected_mask[b, head] & known
-        for r in range(repeat):
-            seen = lse[b, head * repeat + r]
-            excess = np.logaddexp.reduce(estimate[read]) - seen if read.any() else 0.0
-            out[b, head, r], correction[b, head, r] = mean_out, mass - max(excess, 0.0)
-    return out.reshape(batch, -1, head_dim), correction.reshape(batch, -1)
 
 
 def attend_chunk(
@@ -155,9 +111,3 @@ def unread_share(lse: np.ndarray, lse_all: np.ndarray, kv_heads: int) -> np.ndar
     rounding = 2.0**-44 * (np.abs(lse) + np.abs(lse_all))  # two sums of the same numbers differ by rounding
     unread = np.where(lse_all - lse > rounding, -np.expm1(np.minimum(lse - lse_all, 0)), 0.0)
     return unread.reshape(len(lse), kv_heads, -1).max(axis=2)
-
-
-def moved_by(out: np.ndarray, whole: np.ndarray, kv_heads: int) -> np.ndarray:
-    """[B, Hkv]: at least the largest L2 distance, over the query heads, between two outputs [B, Hq, D]."""
-    moved = np.linalg.norm(whole - out, axis=2).reshape(len(out), kv_heads, -1).max(axis=2)
-    return moved * (1 + 2.0**-44)

@@ -48,7 +48,6 @@ class Cache(CountsRereads):
     largest_key: list[np.ndarray] = field(default_factory=list)
     largest_value: list[np.ndarray] = field(default_factory=list)
     bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
-    correction: "Cache | None" = None  # mean values: its K is this cache's V
     tokens_reread: int = 0
     kernels: str = "arrays"
 
@@ -89,8 +88,6 @@ def new_cache(spec: CacheSpec, cache_config: CacheConfig, device: str = "cpu", k
     )
     if cache_config.bound_bits:
         cache.bound = Cache(spec, cache_config.bound_store, device, cache.k, cache.v)
-    if cache_config.correction_tokens:
-        cache.correction = Cache(spec.of_values(), cache_config.correction_config, device, cache.v, cache.v)
     for one in cache.parts():
         check_units(cache_config, one.cache_config)
         _add_summaries(one)
@@ -137,8 +134,7 @@ def _written(cache: Cache, layer: int, stored: np.ndarray, values: np.ndarray, s
     for one in cache.parts():
         plan = one.state[layer].plan(slots)
         if one.summaries[layer]:
-            rows = values if one is cache.correction else stored
-            _update_summaries(one, layer, rows.astype(np.float64), plan)
+            _update_summaries(one, layer, stored.astype(np.float64), plan)
     return cache
 
 
@@ -281,9 +277,9 @@ def grow(cache: Cache, num_units: int) -> Cache:
     def longer(pool: np.ndarray) -> np.ndarray:
         return np.concatenate([pool, np.zeros((num_units - len(pool), *pool.shape[1:]), pool.dtype)])
 
-    for pools in (cache.k, cache.v):  # which bounds and corrections share
+    for pools in (cache.k, cache.v):  # which bounds share
         pools[:] = [each(pool, longer) for pool in pools]
-    for one in (cache, cache.bound, cache.correction):
+    for one in (cache, cache.bound):
         if one is not None:
             one.spec = replace(one.spec, num_units=num_units)
             one.summaries = [{name: longer(pool) for name, pool in fields.items()} for fields in one.summaries]

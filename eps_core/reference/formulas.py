@@ -12,13 +12,9 @@ def attend_keys(a: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray
     """(out [D], lse): softmax(K a) V and log sum exp(K a). No keys: (0, -inf), the neutral element of `merge`."""
     if not len(k):
         return np.zeros(v.shape[1]), -np.inf
-    return average(k.astype(np.float64) @ a.astype(np.float64), v.astype(np.float64))
-
-
-def average(log_masses: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:
-    """(mean [D] of values [n, D] weighted by their masses, log of the sum of the masses [n])."""
-    weights = np.exp(log_masses - log_masses.max())
-    return weights @ values / weights.sum(), float(log_masses.max() + np.log(weights.sum()))
+    logits = k.astype(np.float64) @ a.astype(np.float64)
+    weights = np.exp(logits - logits.max())
+    return weights @ v.astype(np.float64) / weights.sum(), float(logits.max() + np.log(weights.sum()))
 
 
 def group_masses(a: np.ndarray, k: np.ndarray, group_size: int) -> np.ndarray:

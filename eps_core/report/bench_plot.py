@@ -13,7 +13,7 @@ from eps_core.report.style import MARKERS, PALETTE, svg
 Line = dict[str, Any]
 
 PLOTS = ("roofline.svg", "scaling.svg")
-_PARTS = ("attend", "score", "select", "correction", "write", "step")
+_PARTS = ("attend", "score", "select", "write", "step")
 _COLOURS = dict(zip((*_PARTS, "dense"), PALETTE, strict=False))
 
 
@@ -62,7 +62,7 @@ def _roofline(figure: Any, run: Line, cells: list[Line]) -> None:
 
     for cell in cells:
         marker = MARKERS[1 + methods.index(cell_name(cell)) % (len(MARKERS) - 1)]
-        for part in ("attend", "score", "correction", "step"):
+        for part in ("attend", "score", "step"):
             if (variant := _variant(cell, part)) is not None and variant["bytes"]:
                 point(variant, part, marker, f"{part}, {cell_name(cell)}")
         dense = _variant(cell, "dense")

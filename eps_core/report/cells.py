@@ -108,8 +108,6 @@ def variant_name(cell: Mapping[str, Any]) -> str:
         name += " +1 bit"
     if number(cell.get("mean_tokens")):
         name += f" about {cell['mean_tokens']:g}" + ("" if cell.get("cascade") else ", whole")
-    if number(cell.get("correction_tokens")):
-        name += " correction"
     sink_recent = cell.get("sink_recent")
     if (
         isinstance(sink_recent, (list, tuple))

@@ -16,7 +16,7 @@ _FIELDS: dict[str, Any] = {
         (
             "context_tokens", "prompt_tokens", "batch", "index", "num_needles", "num_samples", "needles_answered",
             "needles_dense", "documents", "documents_equal", "dim", "bits", "group_size", "mean_tokens",
-            "correction_tokens", "bound_bits", "top_pages", "last_n", "first_n",
+            "bound_bits", "top_pages", "last_n", "first_n",
         ),
         Count,
     ),

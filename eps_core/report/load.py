@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from eps_core.errors import ConfigError
 from eps_core.io import inputs
 from eps_core.io.schema import current
 from eps_core.report.kinds import Line, clean
@@ -53,7 +54,10 @@ def _load(results: Results, name: str, path: Path) -> dict[str, int]:
         if not isinstance(line, dict):
             notes.append(f"{name}, line {number}: not a JSON object, left out")
             continue
-        line, faults = clean(current(line))
+        try:
+            line, faults = clean(current(line))
+        except ConfigError as error:
+            raise ConfigError(f"{name}, line {number}: {error}") from None
         notes += [f"{name}, line {number}: {fault}, left out" for fault in faults]
         kind = line.get("type") or "(no type)"
         counts[kind] += 1

@@ -72,8 +72,7 @@ class MethodSpec:
     """Facts of a method that the program asks for. The defaults are what most methods have."""
 
     group_size: int | None  # measured best; None: a coarse group
-    # "evaluation": for comparisons alone; "correction": stands for skipped values; "bounds": bounds for others
-    role: str = "public"
+    role: str = "public"  # "evaluation": for comparisons alone; "bounds": bounds for others
     colour: int | None = None  # its place in the palette of every plot; None: the ink
     dim: int | None = None  # default of --eps-dim; None: that flag has no meaning for it
     dim_means: str = ""

@@ -22,14 +22,12 @@ FILES = {
     "rq": "rq",
     "random": "uniform",
     "oracle": "exact",
-    "mean": "mean",
     "keys": "keys",
 }
 METHODS: dict[str, ModuleType] = {
     name: importlib.import_module(f"eps_core.summaries.{file}") for name, file in FILES.items()
 }
 OFF = "off"
-TAIL = "mean"  # whose values stand for what is skipped
 KEY_CODES = "keys"  # which bound for the others
 _NONE = MethodSpec(group_size=None, role=OFF, no_bounds="none")
 

@@ -133,9 +133,8 @@ class PagedRuntime:
             return {"on": False}
         memory = 0
         if self.cache is not None:
-            for one in (self.cache, self.cache.bound, self.cache.correction):
-                if one is not None:
-                    memory += sum(pool.nbytes for fields in one.summaries for pool in fields.values())
+            for one in self.cache.parts():
+                memory += sum(pool.nbytes for fields in one.summaries for pool in fields.values())
         return {
             **self.sparse.stats(), **{name: int(self.counts[name]) for name in COUNTS}, **self.described(),
             "summary_memory_bytes": memory, **self.sparse.plan.to_dict(),

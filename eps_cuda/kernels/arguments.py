@@ -1,6 +1,6 @@
 """Checks of tensors that launchers make, and how pools of K and V become arguments of a kernel."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -11,15 +11,6 @@ from eps_core.backend.pages import Pool
 from eps_cuda.pools import strides
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-class CorrectionPools(NamedTuple):
-    """The mean values of one layer, each over a run of `tokens` tokens."""
-
-    mean: Tensor  # [P, Hkv, U / tokens, D] int8
-    mean_scale: Tensor  # [P, Hkv, U / tokens] float16
-    valid: Tensor  # [P * U / tokens] uint8
-    tokens: int
 
 
 def pool_arrays(k_pool: Pool, v_pool: Pool) -> list[Tensor | None]:

@@ -224,44 +224,35 @@ def attend_split_kernel(
         tl.store(part_out + place[:, None] * D + d[None, :], acc / total[:, None], mask=in_head)
 
 
-@triton.jit
-def merge_splits(
-    part_out, part_lse, first, num_splits, d, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """(out [BLOCK_D] of channels d, lse) of the splits whose rows of part_out [.., D] and part_lse [..] begin at
-    `first`; 0 and -inf where all are empty. An empty split's part_out may be anything."""
-    largest, total, acc = -3.0e38, 0.0, tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, num_splits, BLOCK_S):
-        split = start + tl.arange(0, BLOCK_S)
-        inside = split < num_splits
-        lse = tl.load(part_lse + first + split, mask=inside, other=float("-inf"))
-        out = tl.load(
-            part_out + (first + split)[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
-        )
-        new = tl.maximum(largest, tl.max(lse, axis=0))
-        shrink, weight = tl.exp(largest - new), tl.exp(lse - new)
-        total = total * shrink + tl.sum(weight, axis=0)
-        acc = acc * shrink + tl.sum(tl.where(weight[:, None] > 0, weight[:, None] * out, 0.0), axis=0)
-        largest = new
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
-    return acc / total, tl.where(empty, float("-inf"), largest + tl.log(total))
-
-
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(
     part_out, part_lse, out, lse, num_splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Program (b * Hq + head, block of channels): merges the splits of one query head."""
+    """Program (b * Hq + head, block of channels): merges the splits of one query head, 0 and -inf where all are empty.
+    An empty split's part_out may be anything."""
     wait(OVERLAP)
     head = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    merged, mass = merge_splits(part_out, part_lse, head * num_splits, num_splits, d, D, BLOCK_S, BLOCK_D)
+    largest, total, acc = -3.0e38, 0.0, tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, num_splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        inside, place = split < num_splits, head * num_splits + split
+        part = tl.load(part_lse + place, mask=inside, other=float("-inf"))
+        value = tl.load(
+            part_out + place[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
+        )  # fmt: skip
+        new = tl.maximum(largest, tl.max(part, axis=0))
+        shrink, weight = tl.exp(largest - new), tl.exp(part - new)
+        total = total * shrink + tl.sum(weight, axis=0)
+        acc = acc * shrink + tl.sum(tl.where(weight[:, None] > 0, weight[:, None] * value, 0.0), axis=0)
+        largest = new
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
     release(OVERLAP)
-    tl.store(out + head * D + d, merged.to(out.dtype.element_ty), mask=d < D)
+    tl.store(out + head * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
     if tl.program_id(1) == 0:
-        tl.store(lse + head, mass)
+        tl.store(lse + head, tl.where(empty, float("-inf"), largest + tl.log(total)))
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
@@ -275,22 +266,6 @@ def attend_groups(
     unscaled, over the first counts [B, Hkv] int32 of groups [B, Hkv, W] int32, or over all tokens where both are None.
     k_pool, v_pool [P, Hkv, U, D], as they are or codes, table [B, M] int32, lengths [B] int32. Out 0 and lse -inf where
     nothing is listed. Two launches, no synchronisation; `num_splits` (see `plan`) changes speed only."""
-    part_out, part_lse = attend_splits(q, k_pool, v_pool, table, lengths, groups, counts, group_size, num_splits)
-    batch, num_heads, head_dim = q.shape
-    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_lse.new_empty((batch, num_heads))
-    block_d = merge_channels(head_dim)
-    merge_kernel[(batch * num_heads, triton.cdiv(head_dim, block_d))](
-        part_out, part_lse, out, lse, part_lse.shape[2], D=head_dim, BLOCK_S=MERGE_SPLITS, BLOCK_D=block_d,
-        **overlap(q.device),
-    )  # fmt: skip
-    return out, lse
-
-
-def attend_splits(
-    q: Tensor, k_pool: Pool, v_pool: Pool, table: Tensor, lengths: Tensor, groups: Tensor | None,
-    counts: Tensor | None, group_size: int, num_splits: int | None,
-) -> State:  # fmt: skip
-    """The partial results that `merge_splits` merges: (out [B, Hq, splits, D], lse [B, Hq, splits]) float32."""
     check_layout(table=table, lengths=lengths)
     batch, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
@@ -312,7 +287,13 @@ def attend_splits(
         BLOCK_N=chosen.block_tokens, **pool_constants(k_pool, v_pool), num_warps=chosen.num_warps,
         num_stages=chosen.num_stages, **overlap(q.device),
     )  # fmt: skip
-    return part_out, part_lse
+    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_lse.new_empty((batch, num_heads))
+    block_d = merge_channels(head_dim)
+    merge_kernel[(batch * num_heads, triton.cdiv(head_dim, block_d))](
+        part_out, part_lse, out, lse, chosen.num_splits, D=head_dim, BLOCK_S=MERGE_SPLITS, BLOCK_D=block_d,
+        **overlap(q.device),
+    )  # fmt: skip
+    return out, lse
 
 
 def plan(

@@ -111,7 +111,7 @@ class TorchKernels(CpuKernels):
             call, state = calls.attending(cache, layer, q, plan, None, host)
             return call, state.out, None
         call, read = fused_call(cache, layer, q, plan, host, skipped, stamps, filled)
-        return call, read.whole.out, read
+        return call, read.read.out, read
 
     def ready_layer(self, cache: Any, layer: int, q: Tensor, plan: StepPlan) -> Callable[[], None] | None:
         """Return a function that attends once more for q [B, Hq, D], as whole steps do (`cpu_step`). None where helpers
@@ -142,8 +142,8 @@ def unsupported_whole(cache: Any, layer: int, q: Any, plan: StepPlan) -> str | N
     cache_config, spec = cache.cache_config, cache.spec
     if spec.quantised or spec.dtype == "float16":
         return f"K and V in {spec.dtype}, {spec.k_bits} and {spec.v_bits} bits"
-    if cache_config.has_bounds or cache_config.correction_tokens:
-        return "bounds or a skipped-mass correction"
+    if cache_config.has_bounds:
+        return "bounds"
     if cache_config.enabled and not cache_config.method_spec.coded:
         return f"method {cache_config.method}"
     return None if is_dense(plan, layer) else unsupported_layer(cache, layer, q, plan)

@@ -16,11 +16,9 @@ from eps_core.summaries.rq import part_dims
 from eps_cuda.arrays import anchors
 from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
-from eps_cuda.kernels import correction as correction_kernels
 from eps_cuda.kernels import rows as rows_kernels
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import units as unit_kernels
-from eps_cuda.kernels.arguments import CorrectionPools
 from eps_cuda.kernels.select import Depth
 from eps_cuda.kernels.write import UnitPools, write_tokens
 from eps_cuda.ops import OPS
@@ -30,7 +28,6 @@ class TritonKernels(GpuKernels):
     family, ops = "triton", OPS
     attend_groups = attend_kernels.attend_groups
     attend_all_rows = rows_kernels.attend_rows
-    attend_skipped = correction_kernels.attend_correction
     select_topk = select_kernels.select_topk
     compact = select_kernels.compact
 
@@ -86,25 +83,21 @@ def unsupported_writing(cache: Cache) -> str | None:
 @torch.inference_mode()
 def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> Cache:
     """Writes a decode step's tokens, each in a unit of its own."""
-    for one in _summarised(cache):
-        count_finalized(one, one.state[layer].plan(slots))
+    if cache.cache_config.enabled:
+        count_finalized(cache, cache.state[layer].plan(slots))
     write(cache, layer, k, v, OPS.on(cache, slots.astype(np.int32)))
     return cache
 
 
-def _summarised(cache: Cache) -> list[Cache]:
-    return [one for one in (cache, cache.correction) if one is not None and one.cache_config.enabled]
-
-
 def plan_step(cache: Cache, slots: np.ndarray) -> None:
     """Tells every layer's state on the host of a step's write, whose layers all write the same slots."""
-    for one in _summarised(cache):
-        count_finalized(one, plan_alike(one.state, slots), len(one.state))
+    if cache.cache_config.enabled:
+        count_finalized(cache, plan_alike(cache.state, slots), len(cache.state))
 
 
-def count_finalized(one: Cache, plan: WritePlan, num_layers: int = 1) -> None:
-    """Counts the keys or values that are read back to finalize groups of `one`, a cache or a correction."""
-    one.tokens_reread += num_layers * int(plan.finalized.sum()) * one.cache_config.span_tokens
+def count_finalized(cache: Cache, plan: WritePlan, num_layers: int = 1) -> None:
+    """Counts the keys that are read back to finalize groups."""
+    cache.tokens_reread += num_layers * int(plan.finalized.sum()) * cache.cache_config.span_tokens
 
 
 @torch.inference_mode()
@@ -115,42 +108,14 @@ def write(
     must tell every `state` of the same slots. With `tentative_finite` [] bool, which is told of NaN and Inf in the
     cache's place, nothing follows from the write: K and V are left as `cache.write_kv_tentative` leaves them."""
     cache_config, finite = cache.cache_config, tentative_finite
-    rq = correction = valid = None
+    rq = valid = None
     if finite is None:
-        finite, correction = cache.finite[layer], correction_pools(cache, layer)
+        finite = cache.finite[layer]
         if cache_config.enabled:
             summary, valid = cache.summaries[layer], cache.valid[layer]
             rq = UnitPools(summary, cache.fixed[layer]["signs"], cache_config.S, cache_config.mean_bits)
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
-    write_tokens(
-        k, v, slots, *cache.plain(layer), finite, valid, span_tokens=cache_config.span_tokens, rq=rq,
-        correction=correction,
-    )  # fmt: skip
-
-
-def correction_pools(cache: Cache, layer: int) -> CorrectionPools | None:
-    """Return the mean values of a layer that its correction keeps."""
-    inner = cache.correction
-    if inner is None:
-        return None
-    fields = inner.summaries[layer]
-    return CorrectionPools(
-        fields["mean"], fields["mean_scale"], inner.valid[layer], cache.cache_config.correction_tokens
-    )
-
-
-def attend_chosen(
-    cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, estimate: Tensor,
-    chosen: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out [B, Hq, D] of the groups, counts and mask that `choose` gave, and of the correction for the others where
-    there is one, lse [B, Hq] of the listed groups alone), from device arrays alone."""
-    groups, counts, selected_mask = chosen
-    read = q, cache.k[layer], cache.v[layer], table, lengths, groups, counts
-    means, group_size = correction_pools(cache, layer), cache.cache_config.S
-    if means is None:
-        return attend_kernels.attend_groups(*read, group_size=group_size)
-    return correction_kernels.attend_with_correction(*read, estimate, selected_mask, means, group_size=group_size)
+    write_tokens(k, v, slots, *cache.plain(layer), finite, valid, span_tokens=cache_config.span_tokens, rq=rq)
 
 
 kernels = TritonKernels()

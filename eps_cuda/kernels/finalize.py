@@ -1,10 +1,9 @@
-"""Summaries of what a write fills, from keys or values in registers and pools: the parts of `write.write_kernel`.
+"""Summaries of what a write fills, from keys in registers and pools: the parts of `write.write_kernel`.
 
 rq's sign codes and rescoring bits are the array path's bit for bit (on a CPU, where `rq.build` rounds every operation):
 additions run in `tree_sum`'s and `rotate`'s order, division and square root round to nearest, and the launch forbids
-to contract a product and a sum (`enable_fp_fusion`), which would else round once, not twice. Sums whose order torch
-leaves open (scales, the mean of V) may differ in their last bits: scales by one step of what they are stored in, mean
-codes of V by one, and that only beside a rounding boundary.
+to contract a product and a sum (`enable_fp_fusion`), which would else round once, not twice. Scales, whose sums' order
+torch leaves open, may differ by one step of what they are stored in, and that only beside a rounding boundary.
 """
 
 import triton
@@ -46,29 +45,6 @@ def _add_halves(x, ROWS: tl.constexpr, DIM2: tl.constexpr, LOG: tl.constexpr):
         low, high = tl.split(tl.permute(tl.reshape(x, (2, ROWS >> (level + 1), DIM2)), (1, 2, 0)))
         x = low + high
     return tl.reshape(x, (DIM2,))
-
-
-@triton.jit
-def _sum_rows(
-    rows, new, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG: tl.constexpr,
-    LOG_MOST: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
-):  # fmt: skip
-    """`tree_sum` of the ROWS rows at `rows`, float32 [DIM2]; the last of them is `new` [DIM2], in registers. At most
-    2^LOG_MOST rows are in hand at once."""
-    LOG_TILE: tl.constexpr = LOG if LOG < LOG_MOST else LOG_MOST
-    LOG_PARTS: tl.constexpr = LOG - LOG_TILE
-    d = tl.arange(0, DIM2)
-    parts = tl.zeros((1 << LOG_PARTS, DIM2), tl.float32)
-    for part in range(1 << LOG_PARTS):
-        # leaves alike in their low bits are a whole branch of the tree
-        row, there = _tree_row(part + (tl.arange(0, 1 << LOG_TILE) << LOG_PARTS), ROWS, LOG)
-        stored = there & (row != ROWS - 1)
-        inside = stored[:, None] & (d < HEAD_DIM)[None, :]
-        x = tl.load(rows + row[:, None] * TOKEN_STRIDE + d[None, :], mask=inside, other=0)
-        x = tl.where((there & (row == ROWS - 1))[:, None], new[None, :], x).to(tl.float32)
-        branch = _add_halves(x, 1 << LOG_TILE, DIM2, LOG_TILE)
-        parts = tl.where((tl.arange(0, 1 << LOG_PARTS) == part)[:, None], branch[None, :], parts)
-    return _add_halves(parts, 1 << LOG_PARTS, DIM2, LOG_PARTS)
 
 
 @triton.jit
@@ -200,12 +176,3 @@ def _finalize_unit(
         _store_part(second, packed, at, 0, (HEAD_DIM + 7) // 8, False, GROUPS, ROW)
         finer_levels = levels + 0.5 * (2.0 * finer.to(tl.float32) - 1.0)
         tl.store(second_scale + group, _to_byte(_unbiased_scale(energy, tl.sum(x * finer_levels, axis=1))))
-
-
-@triton.jit
-def _finalize_values(total, run, mean, mean_scale, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr):
-    """`mean_codes` of the sum [DIM2] of ROWS values, stored at `run`."""
-    d = tl.arange(0, DIM2)
-    codes, scale = _mean_codes(tl.div_rn(total, ROWS * 1.0), 127)
-    tl.store(mean + run * HEAD_DIM + d, codes.to(tl.int8), mask=d < HEAD_DIM)
-    tl.store(mean_scale + run, scale)

@@ -14,13 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from eps_core.summaries.rq import SECOND_STEP
-from eps_cuda.kernels.arguments import CorrectionPools, stride_constants
-from eps_cuda.kernels.finalize import _finalize_unit, _finalize_values, _sum_rows
+from eps_cuda.kernels.arguments import stride_constants
+from eps_cuda.kernels.finalize import _finalize_unit
 from eps_cuda.kernels.overlap import overlap, release, wait
 
-# most elements of a group or correction group that a program sums at once, and the most that one warp is given: its
-# butterflies need no barrier, and it still fits its registers. Changes speed only
-TILE = 8192
+WARP_ELEMENTS = 512  # of a span, the elements that one warp takes; changes speed only
 LEAST_WIDTH = 8  # dimensions that a program handles at least: one byte of sign codes
 
 
@@ -44,12 +42,10 @@ class UnitPools(NamedTuple):
 def write_kernel(
     k, v, slots, k_pool, v_pool, finite, valid,
     codes, scale, second, second_scale, signs, unit_mean, unit_mean_scale, more, rest,
-    mean, mean_scale, correction_valid,
     k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr,
-    UNIT: tl.constexpr, SPAN: tl.constexpr, LOG_SPAN: tl.constexpr, LOG_GROUP: tl.constexpr, TAIL: tl.constexpr,
-    LOG_TAIL: tl.constexpr, LOG_TILE: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr,
-    CODES: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    UNIT: tl.constexpr, SPAN: tl.constexpr, LOG_SPAN: tl.constexpr, LOG_GROUP: tl.constexpr, BITS: tl.constexpr,
+    SECOND: tl.constexpr, CODES: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """One program per (token, kv head). Pointers that are None are left out; `finite` uint8."""
@@ -85,14 +81,6 @@ def write_kernel(
                 SPAN, SPAN >> LOG_GROUP, LOG_SPAN - LOG_GROUP, LOG_GROUP, HEAD_DIM, DIM2, LOG_DIM, BITS,
                 CODES, MORE, REST, SECOND, TOKEN_STRIDE,
             )  # fmt: skip
-    if mean is not None:
-        ends = offset % TAIL == TAIL - 1
-        tl.store(correction_valid + unit * (UNIT // TAIL) + offset // TAIL, ends.to(tl.uint8), mask=head == 0)
-        if ends:
-            rows = v_pool + start + (offset - (TAIL - 1)) * TOKEN_STRIDE
-            total = _sum_rows(rows, value, TAIL, HEAD_DIM, DIM2, LOG_TAIL, LOG_TILE, TOKEN_STRIDE)
-            run = (unit * KV_HEADS + head) * (UNIT // TAIL) + offset // TAIL
-            _finalize_values(total, run, mean, mean_scale, TAIL, HEAD_DIM, DIM2)
 
 
 def _check_units(rq: UnitPools, units: tuple[int, ...], head_dim: int, span_tokens: int) -> list[Tensor]:
@@ -116,39 +104,36 @@ def _log2_up(number: int) -> int:
 
 
 def launch_constants(
-    kv_heads: int, head_dim: int, unit_tokens: int, span_tokens: int, correction_tokens: int, bits: int,
-    group_size: int = 0, part_bytes: tuple[int, int, int] = (0, 0, 0),
+    kv_heads: int, head_dim: int, unit_tokens: int, span_tokens: int, bits: int, group_size: int = 0,
+    part_bytes: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[dict[str, int | float], int]:  # fmt: skip
-    """(constexpr arguments of `write_kernel`, warps); `correction_tokens` 0 without a skipped-mass correction. Of rq
-    `bits` of the mean, `group_size`, and the bytes of a group's codes in `codes`, `more` and `rest`."""
+    """(constexpr arguments of `write_kernel`, warps). Of rq `bits` of the mean, `group_size`, and the bytes of a
+    group's codes in `codes`, `more` and `rest`."""
     log_dim = _log2_up(max(head_dim, LEAST_WIDTH))
-    log_finalized, log_tail = _log2_up(span_tokens), _log2_up(max(correction_tokens, 1))
     constants = {
         "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "DIM2": 1 << log_dim, "LOG_DIM": log_dim,
-        "UNIT": unit_tokens, "SPAN": span_tokens, "LOG_SPAN": log_finalized,
-        "LOG_GROUP": _log2_up(group_size or span_tokens), "TAIL": max(correction_tokens, 1), "LOG_TAIL": log_tail,
-        "LOG_TILE": max(_log2_up(TILE) - log_dim, 0), "BITS": bits,
+        "UNIT": unit_tokens, "SPAN": span_tokens, "LOG_SPAN": _log2_up(span_tokens),
+        "LOG_GROUP": _log2_up(group_size or span_tokens), "BITS": bits,
         "SECOND": float(np.float32(SECOND_STEP / head_dim)),
         **dict(zip(("CODES", "MORE", "REST"), part_bytes, strict=True)),
     }  # fmt: skip
-    warps = 1 if 1 << (log_dim + max(log_finalized, log_tail)) <= TILE else 4
     # all groups of a mean are in hand at once, several times
     at_once = span_tokens // group_size << log_dim if group_size else 0
-    return constants, min(max(at_once // (TILE // 16), 4), 16) if group_size else warps
+    return constants, min(max(at_once // WARP_ELEMENTS, 4), 16) if group_size else 1
 
 
 def write_tokens(
     k: Tensor, v: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor, finite: Tensor, valid: Tensor | None, *,
-    span_tokens: int, rq: UnitPools | None, correction: CorrectionPools | None,
+    span_tokens: int, rq: UnitPools | None,
 ) -> None:  # fmt: skip
     """Write k, v [N, Hkv, D] to slots [N] int32 (device) of k_pool, v_pool [P, Hkv, U, D]; finalize what they fill.
 
     A slot is unit * U + offset, or -1: nothing is written. No two slots of a call share a group, here what is
-    summarised together, `span_tokens` of them, or a run of `correction.tokens`, and none is past the pool: neither is
-    checked, the host never sees them. `finite` [] bool or uint8 becomes 0 where a stored key is NaN or Inf. `valid`
-    [P * U/span_tokens] uint8 becomes 1 for a group whose last slot is written and 0 for one with another slot
-    written, whether or not `rq` is given. `rq` and `correction` get the summaries of groups and runs that became full.
-    All on one device, without synchronisation: fit for a CUDA graph.
+    summarised together, `span_tokens` of them, and none is past the pool: neither is checked, the host never sees
+    them. `finite` [] bool or uint8 becomes 0 where a stored key is NaN or Inf. `valid` [P * U/span_tokens] uint8
+    becomes 1 for a group whose last slot is written and 0 for one with another slot written, whether or not `rq` is
+    given. `rq` gets the summaries of groups that became full. All on one device, without synchronisation: fit for a
+    CUDA graph.
     """
     num_tokens, kv_heads, head_dim = k.shape
     num_units, pool_heads, unit_tokens, pool_dim = k_pool.shape
@@ -165,25 +150,18 @@ def write_tokens(
     shape: tuple[int, ...] = (num_units, kv_heads, per_unit)
     if rq is not None:
         flat += _check_units(rq, shape, head_dim, span_tokens)
-    if correction is not None:
-        assert unit_tokens % correction.tokens == 0, "correction groups do not divide a unit"
-        runs = (num_units, kv_heads, unit_tokens // correction.tokens)
-        assert correction.mean.shape == (*runs, head_dim) and correction.mean_scale.shape == runs
-        assert correction.valid.dtype == torch.uint8 and correction.valid.shape == (num_units * runs[2],)
-        flat += correction[:3]
     assert all(one.is_contiguous() for one in flat), "a pool is not contiguous"
     if not num_tokens:
         return
     constants, num_warps = launch_constants(
-        kv_heads, head_dim, unit_tokens, span_tokens, correction.tokens if correction else 0, rq.bits if rq else 1,
+        kv_heads, head_dim, unit_tokens, span_tokens, rq.bits if rq else 1,
         *((rq.group_size, rq.part_bytes) if rq else ()),
     )  # fmt: skip
     pools = {**rq.summary, "signs": rq.signs} if rq else {}
     names = "codes", "scale", "second", "second_scale", "signs", "mean", "mean_scale", "more", "rest"
     write_kernel[(num_tokens, kv_heads)](
         k, v, slots, k_pool, v_pool, finite.view(torch.uint8), valid,
-        *(pools.get(name) for name in names), *(correction[:3] if correction else (None,) * 3),
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        *(pools.get(name) for name in names), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         **constants, **stride_constants(k_pool, v_pool), num_warps=num_warps, enable_fp_fusion=False,
         **overlap(k.device),
     )  # fmt: skip

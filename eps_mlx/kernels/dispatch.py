@@ -9,7 +9,6 @@ from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx.arrays import anchors
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
-from eps_mlx.kernels import correction as correction_kernels
 from eps_mlx.kernels import rows as rows_kernels
 from eps_mlx.kernels import select as select_kernels
 from eps_mlx.kernels.turn_units import turn_units
@@ -21,7 +20,6 @@ class MetalKernels(GpuKernels):
     family, ops = "metal", OPS
     attend_groups = attend_kernels.attend_groups
     attend_all_rows = rows_kernels.attend_rows
-    attend_skipped = correction_kernels.attend_correction
     select_topk = select_kernels.select_topk
     compact = select_kernels.compact
 

@@ -29,7 +29,7 @@ _ROW = """
     int shift = 0;
 """
 
-# the groups of [head_end, correction_start) compete, the others below `limit` are always selected; as
+# the groups of [head_end, recent_start) compete, the others below `limit` are always selected; as
 # where.always_selected_groups
 _SINK_RECENT = """
     const int b = row / HKV;
@@ -38,7 +38,7 @@ _SINK_RECENT = """
     const int limit = min((length + group_size - 1) / group_size, num_groups);
     const int first_end = (min(rules[1], length) + group_size - 1) / group_size;
     const int head_end = length < rules[3] ? limit : first_end;
-    const int correction_start = max(length - rules[2], 0) / group_size;  // the partial group too, where rules[2] is 0
+    const int recent_start = max(length - rules[2], 0) / group_size;  // the partial group too, where rules[2] is 0
 """
 
 _NO_SINK_RECENT = """
@@ -72,9 +72,7 @@ _IMAGE = "image[size_t(row) * num_groups + g]"
 _RISING = "key = bits[k] & 0x80000000u ? (bits[k] == 0x80000000u ? bits[k] : ~bits[k]) : bits[k] | 0x80000000u;"
 _KEYS = {
     # a forced group counts as +inf
-    "topk": _keys(
-        _IMAGE, f"bits[k] = g < head_end || g >= correction_start ? 0x7f800000u : bits[k];\n{' ' * 24}{_RISING}"
-    ),
+    "topk": _keys(_IMAGE, f"bits[k] = g < head_end || g >= recent_start ? 0x7f800000u : bits[k];\n{' ' * 24}{_RISING}"),
     "best": _keys(_IMAGE, f"{_RISING}\n{' ' * 24}key = (bits[k] & 0x7f800000u) == 0x7f800000u ? 0u : key;"),
     "compact": _keys("uint(mask[size_t(row) * num_groups + g])", "key = bits[k];"),
 }

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eps_core.config.bytes import correction_bytes, scoring_bytes
+from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from experiments.methods.curves import Plan, budget_groups, bytes_at_kl, table_cells, tally_document
@@ -51,13 +51,9 @@ def test_a_byte_budget_buys_what_it_pays_for(variant: EpsConfig) -> None:
 
 def test_what_scoring_reads_of_a_token() -> None:
     """A mean in 4 bits and its scale of 64 tokens, half of a code and a byte of scale, the other half of half of them,
-    a rescoring bit and its byte of scale of an eighth; a correction is a mean and its count of 128 tokens."""
+    a rescoring bit and its byte of scale of an eighth."""
     scoring = scoring_bytes(RQ.replace(budget=0.05), 64, [32768]) / 32768
     assert scoring == pytest.approx((32 + 2) / 64 + 4 + 1 + 4 / 2 + (8 + 1) / 8, rel=1e-3)
-    assert correction_bytes(RQ.with_correction().cache_config, 64, 32768) / 32768 == pytest.approx(
-        (64 + 2) / 128, rel=1e-3
-    )
-    assert correction_bytes(BOX.cache_config, 64, 32768) == 0
 
 
 def test_a_table_of_the_demo_model() -> None:

@@ -29,9 +29,8 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
             *(
                 cell(**other, needles_answered=0)
                 for other in (
-                    {"rescore": 0.125}, {"correction_tokens": 64}, {"sink_recent": [16, 128]}, {"scope": "union"},
-                    {"bound_bits": 8}, {"setting": {"first_n": 2}}, {"mean_tokens": 32},
-                    {"cascade": [0.25]},
+                    {"rescore": 0.125}, {"sink_recent": [16, 128]}, {"scope": "union"}, {"bound_bits": 8},
+                    {"setting": {"first_n": 2}}, {"mean_tokens": 32}, {"cascade": [0.25]},
                 )
             ),
         ],
@@ -74,7 +73,6 @@ def test_what_tasks_lose_counts_as_quality(config: EpsConfig) -> None:
     # of other settings, of another context or model, or failed by dense itself
     for other in (
         config.replace(budget=0.1),
-        config.replace(correction_tokens=0),
         config.replace(num_recent_tokens=1024),
     ):
         assert other == config or decide([variant], [task(other, -0.5)]).outcome == SHIP

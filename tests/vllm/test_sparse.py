@@ -54,9 +54,9 @@ def own_decoder(
     "settings",
     [
         # rq rounds queries: one that is rounded otherwise, as one of other products may be, moves whole estimates
-        {"method": "meanstd", "budget": 0.1, "correction_tokens": 64},
-        {"method": "meanstd", "budget": 0.05, "scope": "union", "correction_tokens": 64},
-        {"method": "box", "budget": 0.2, "correction_tokens": 0},
+        {"method": "meanstd", "budget": 0.1},
+        {"method": "meanstd", "budget": 0.05, "scope": "union"},
+        {"method": "box", "budget": 0.2},
         {"method": "moments", "group_size": 16, "epsilon": 0.05, "strict": True},
     ],
     ids=lambda settings: settings["method"] + settings.get("scope", ""),

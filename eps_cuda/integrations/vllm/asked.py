@@ -17,7 +17,7 @@ from eps_core.models.folder import refuse_adapter
 # rows: our own attention over rows of K and V, groups of any size; stock: vLLM's kernel over the block tables of what
 # is selected, groups of a block, one list for all kv heads
 ROUTES = ("rows", "stock")
-GROUP_SETTINGS = ("group_size", "group_blocks", "mean_tokens", "correction_tokens", "block_size")
+GROUP_SETTINGS = ("group_size", "group_blocks", "mean_tokens", "block_size")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _rows(flat: dict[str, Any], block_tokens: int) -> Settings:
 
 
 def _stock(flat: dict[str, Any], block_tokens: int) -> Settings:
-    wanted = {"group_size": block_tokens, "correction_tokens": 0, "scope": "union"}
+    wanted = {"group_size": block_tokens, "scope": "union"}
     for name, value in wanted.items():
         require(
             flat.get(name, value) == value,

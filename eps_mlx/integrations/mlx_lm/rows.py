@@ -189,7 +189,6 @@ class Rows(EngineRows):
         """Bytes of one layer's K, V and summaries in the units of these rows, shared ones counted each time."""
         cache, units = self.paged.cache, sum(len(row.sequence.table) for row in rows)
         pools = [cache.k[0], cache.v[0]]
-        for one in (cache, cache.bound, cache.correction):
-            if one is not None and one.summaries:
-                pools += one.summaries[0].values()
+        for one in cache.parts():
+            pools += one.summaries[0].values()
         return units * sum(pool.nbytes // len(pool) for pool in pools)

@@ -204,7 +204,6 @@ class Trial:
             size = 4  # which lie in a mean's tokens
         block = size * max(1, 16 // size)
         defaults = {"group_size": size, "block_size": block, "num_sink_tokens": size, "num_recent_tokens": size}
-        defaults["correction_tokens"] = 0  # not part of what is bounded
         return EpsConfig.of(**{**self.variant, **defaults, **settings})
 
 

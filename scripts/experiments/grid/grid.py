@@ -16,6 +16,7 @@ from eps_core.config.speculative import SpeculativeConfig
 from eps_core.errors import ConfigError, fault_line
 from eps_core.io.outputs import to_json
 from eps_core.io.resumable import Line, ResumableFile, difference
+from eps_core.io.schema import without_removed
 from eps_core.metrics import provenance, terminal
 from eps_core.tasks.corpus import SHA256
 from experiments.grid.grid_cell import Bench, Plan
@@ -46,13 +47,13 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
     same = ("batch", "method", "policy", "scope", "heads", "strict")
     resolved: dict[str, Any] = dict.fromkeys(("bits", "alpha", "sink_recent", "cascade", "epsilon"))
     if config is None:
-        given = ("dim", "group_size", "top_pages", "mean_tokens", "rescore", "correction_tokens", "bound_bits")
+        given = ("dim", "group_size", "top_pages", "mean_tokens", "rescore", "bound_bits")
         resolved |= {name: getattr(setting, name) for name in given}
     else:
         kept, selection = config.cache_config, config.selection_config
         resolved |= {
             "dim": kept.dim, "bits": kept.code_bits, "group_size": kept.S, "mean_tokens": kept.mean_tokens or None,
-            "correction_tokens": kept.correction_tokens, "bound_bits": kept.bound_bits, "rescore": selection.rescore,
+            "bound_bits": kept.bound_bits, "rescore": selection.rescore,
             "alpha": selection.alpha if selection.policy == "threshold" else None, "top_pages": selection.top_pages,
             "sink_recent": [selection.num_sink_tokens, selection.num_recent_tokens],
             "cascade": list(selection.cascade) or None, "epsilon": selection.epsilon if selection.strict else None,

@@ -46,7 +46,6 @@ class Setting:
     mean_tokens: int | None = None  # rq: see `CacheConfig`
     cascade: str | None = None  # as --eps-cascade takes them
     rescore: float | None = None
-    correction_tokens: int | None = None
     scope: str = "kv-head"
     first_n: int | None = None
     # verified decoding: documents then go on by themselves, drawn with `temperature`
@@ -192,10 +191,9 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
         raise ConfigError("heads retrieval needs --eps-head-policy FILE")
     default = EpsConfig.of()
     # what an axis leaves out is the method's own default
-    given = {
-        name: getattr(setting, name)
-        for name in ("dim", "mean_tokens", "budget", "bound_bits", "rescore", "correction_tokens")
-    } | {"cascade": _stages_of(setting)}
+    given = {name: getattr(setting, name) for name in ("dim", "mean_tokens", "budget", "bound_bits", "rescore")} | {
+        "cascade": _stages_of(setting)
+    }
     common: dict[str, Any] = {
         "method": setting.method,
         "policy": setting.policy,

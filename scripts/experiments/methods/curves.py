@@ -52,7 +52,7 @@ ARMS = (
     MEANSTD,
     EpsConfig.of(method="ball"),
     EpsConfig.of(method="moments"),
-    EpsConfig.of(method="rq", rescore=0.0, correction_tokens=0, num_sink_tokens=16, num_recent_tokens=128),
+    EpsConfig.of(method="rq", rescore=0.0, num_sink_tokens=16, num_recent_tokens=128),
     DEFAULT,
     EpsConfig.of(method="random", group_size=16),
     ORACLE,
@@ -69,7 +69,6 @@ PARTS = (
     DEFAULT.replace(cascade=(0.25,)),
     DEFAULT.replace(rescore=0.0),
     DEFAULT.replace(rescore=0.25),
-    DEFAULT.with_correction(),
 )
 SETS = {
     "methods": ARMS, "parts": PARTS, "headline": HEADLINE, "default": (DEFAULT,),
@@ -107,7 +106,6 @@ class Arm:
     group_size: int
     sink_recent: tuple[int, int]
     policy: str
-    correction_tokens: int
     bits: int | None
     rescore: float | None
     mean_tokens: int | None
@@ -344,7 +342,6 @@ def arm_of(variant: EpsConfig) -> dict[str, Any]:
         "group_size": cache_config.S,
         "sink_recent": (selection_config.num_sink_tokens, selection_config.num_recent_tokens),
         "policy": selection_config.policy,
-        "correction_tokens": cache_config.correction_tokens,
         "bits": cache_config.code_bits,
         "rescore": selection_config.rescore if cache_config.method_spec.coded else None,
         "mean_tokens": cache_config.mean_tokens or None,
@@ -364,8 +361,6 @@ def label(name: Arm) -> str:
         words += [f"second of {name.rescore:g}"] if name.rescore else []
     if name.policy != "topk":
         words.append(name.policy)
-    if name.correction_tokens:
-        words.append(f"correction {name.correction_tokens}")
     if name.sink_recent != method_spec(name.method).sink_recent:
         words.append(f"sink and recent tokens {name.sink_recent[0]}+{name.sink_recent[1]}")
     return " ".join(words)

@@ -45,7 +45,7 @@ _ROUNDING = 1e-9  # a ratio of 0.9 must be 10 % saved
 # what makes two cells the same variant, at different contexts and batches
 ARM_KEYS = (
     "method", "policy", "dim", "bits", "group_size", "alpha", "budget", "epsilon", "tau", "first_n", "last_n",
-    "num_recent_tokens", "byte_budget", "heads", "strict", "device", "model", "rescore", "correction_tokens",
+    "num_recent_tokens", "byte_budget", "heads", "strict", "device", "model", "rescore",
     "sink_recent", "scope", "bound_bits", "mean_tokens", "mean_bits", "cascade",
 )  # fmt: skip
 
