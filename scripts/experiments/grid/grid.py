@@ -16,7 +16,6 @@ from eps_core.config.speculative import SpeculativeConfig
 from eps_core.errors import ConfigError, fault_line
 from eps_core.io.outputs import to_json
 from eps_core.io.resumable import Line, ResumableFile, difference
-from eps_core.io.schema import without_removed
 from eps_core.metrics import provenance, terminal
 from eps_core.tasks.corpus import SHA256
 from experiments.grid.grid_cell import Bench, Plan
