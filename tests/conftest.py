@@ -72,7 +72,6 @@ LEFT_OUT = {
         "test_cpu_units.py::test_layers_share_*",
         "test_cpu_units.py::test_odd_queries*",
         "test_quantised_weights_run.py*",
-        "test_engine.py::test_any_order_*",
         "test_evict_policies.py::test_it_keeps_what_its_formula_says*",
         "test_evicting.py::test_every_policy_decodes_*",
         "test_html_report.py*",

@@ -1,14 +1,12 @@
-"""The allocator and the fill of groups, against naive models. Integers only: no backend is needed."""
+"""The allocator by hand, and the fill of groups against a naive model. Integers only: no backend is needed."""
 
 import random
 from dataclasses import fields
-from itertools import takewhile
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
@@ -29,13 +27,13 @@ class Memory:
         self.append(sequence, prompt[num_shared:])
         return sequence, num_shared
 
-    def append(self, sequence: Sequence, tokens: list[int]) -> list[tuple[int, int]]:
+    def append(self, sequence: Sequence, tokens: list[int]) -> tuple[np.ndarray, list[tuple[int, int]]]:
         slots, copies = self.pool.append(sequence, tokens)
         assert slots.dtype == np.int64 and slots.shape == (len(tokens),)
         for src, dst in copies:
             self.slots[dst] = self.slots[src]
         self.slots.reshape(-1)[slots] = tokens
-        return copies
+        return slots, copies
 
     def read(self, sequence: Sequence) -> list[int]:
         table, length = self.pool.table([sequence])[0], self.pool.lengths([sequence])[0]
@@ -133,7 +131,7 @@ def test_what_was_rewound_is_written_over_in_the_same_units(length):
     probe, shared = memory.pool.open(prompt)
     assert shared == length // 4 * 4
     memory.pool.free(probe)
-    assert memory.append(sequence, [50, 51]) == [] and memory.append(sequence, [52] * (18 - length)) == []
+    assert memory.append(sequence, [50, 51])[1] == [] and memory.append(sequence, [52] * (18 - length))[1] == []
     assert memory.read(sequence) == [*prompt[:length], 50, 51, *[52] * (18 - length)]
     assert sequence.table[:4].tolist() == units and len(sequence.table) == 5
     memory.pool.check()
@@ -147,7 +145,7 @@ def test_a_fork_takes_no_unit_that_was_emptied_and_a_shared_one_is_not_cut():
     memory.pool.rewind(parent, 6)
     child = memory.pool.fork(parent)
     assert len(child.table) == 2 and len(parent.table) == 4
-    assert memory.append(parent, [7, 8, 9]) == [(child.table[1], parent.table[1])]
+    assert memory.append(parent, [7, 8, 9])[1] == [(child.table[1], parent.table[1])]
     assert memory.read(child) == list(range(6)) and memory.read(parent) == [*range(6), 7, 8, 9]
     memory.pool.check()
     with pytest.raises(AssertionError, match="another sequence's too"):
@@ -189,102 +187,6 @@ def test_check_finds_damage(name):
     DAMAGES[name](memory.pool, sequence)
     with pytest.raises(AssertionError):
         memory.pool.check()
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """Random programs against lists of tokens: every sequence stays readable, and the pool never miscounts."""
-
-    @initialize(num_units=st.integers(1, 12), unit_tokens=st.sampled_from([1, 2, 3, 4, 16]))
-    def start(self, num_units, unit_tokens):
-        self.memory = Memory(num_units, unit_tokens)
-        self.model: dict[Sequence, list[int]] = {}
-        self.written: set[tuple[int, ...]] = set()  # every beginning of full units that was ever wholly written
-
-    def pick(self, data) -> Sequence:
-        return data.draw(st.sampled_from(list(self.model)), label="sequence")
-
-    def append(self, sequence, tokens):
-        pool = self.memory.pool
-        before = snapshot(pool, *self.model)
-        shared_tables = {s: s.table[:] for s in self.model if s is not sequence}
-        open_unit = sequence.table[-1] if sequence.length % pool.unit_tokens else None
-        is_shared = open_unit is not None and pool.ref_counts[open_unit] > 1
-        expected_copies = bool(tokens) and is_shared
-        units = -(-(sequence.length + len(tokens)) // pool.unit_tokens) - len(sequence.table) + expected_copies
-        if units > pool.num_free:
-            with pytest.raises(ConfigError, match=f"needs {units} more units .* {pool.num_free} of the pool's"):
-                pool.append(sequence, tokens)
-            assert snapshot(pool, *self.model) == before
-            return
-        copies = self.memory.append(sequence, tokens)
-        assert len(copies) == expected_copies and all(src == open_unit for src, _ in copies)
-        assert {s: s.table for s in shared_tables} == shared_tables
-        self.model[sequence] += tokens
-
-    def note_written(self, sequence):
-        size, tokens = self.memory.pool.unit_tokens, self.model[sequence]
-        self.written |= {tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size)}
-
-    # two token values and short prompts: beginnings meet often
-    @rule(tokens=st.lists(st.integers(0, 1), max_size=24))
-    def open(self, tokens):
-        pool = self.memory.pool
-        for live in self.model:
-            self.note_written(live)
-        free_before = pool.num_free
-        sequence, num_shared = pool.open(tokens)
-        assert num_shared % pool.unit_tokens == 0 and num_shared < max(len(tokens), 1)
-        assert num_shared == 0 or tuple(tokens[:num_shared]) in self.written
-        assert free_before - pool.num_free <= len(sequence.table)
-        # what a live sequence holds is always found
-        for held in self.model.values():
-            same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, held, strict=False))))
-            assert num_shared >= min(same, len(tokens) - 1) // pool.unit_tokens * pool.unit_tokens
-        self.model[sequence] = tokens[:num_shared]
-        self.append(sequence, tokens[num_shared:])
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=9))
-    def grow(self, data, tokens):
-        sequence = self.pick(data)
-        self.note_written(sequence)
-        self.append(sequence, tokens)
-
-    @precondition(lambda self: self.model and len(self.model) < 6)
-    @rule(data=st.data())
-    def fork(self, data):
-        parent = self.pick(data)
-        self.note_written(parent)
-        free_before = self.memory.pool.num_free
-        child = self.memory.pool.fork(parent)
-        assert self.memory.pool.num_free == free_before and child.table == parent.table
-        self.model[child] = list(self.model[parent])
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), written=st.booleans())
-    def free(self, data, written):
-        sequence = self.pick(data)
-        if written:
-            self.memory.pool.publish(sequence)
-            self.note_written(sequence)
-        del self.model[sequence]
-        self.memory.pool.free(sequence)
-
-    @invariant()
-    def holds(self):
-        if not hasattr(self, "memory"):
-            return
-        self.memory.pool.check()
-        for sequence, tokens in self.model.items():
-            assert sequence.tokens == tokens and self.memory.read(sequence) == tokens
-        distinct = {unit for sequence in self.model for unit in sequence.table}
-        assert self.memory.pool.num_free == self.memory.pool.num_units - len(distinct)
-
-
-TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
 
 
 # ---- the fill of groups ----

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -22,47 +21,12 @@ from eps_core.integrations.paged import Paged
 from eps_core.integrations.plan import Plan
 from eps_core.integrations.settings import Settings, from_environment
 from eps_core.integrations.verified import Rounds
-from eps_core.kv_cache.pool import PagePool
 from eps_core.load import load_backend
 
 RQ = EpsConfig.of("rq", group_size=2, mean_tokens=32, budget=0.2, num_sink_tokens=2, num_recent_tokens=8)
 
 
 # ---- the pool ----
-
-
-@pytest.mark.parametrize("shares", [True, False])
-@pytest.mark.parametrize("seed", range(8))
-def test_any_order_of_truncate_fork_append_and_free_keeps_what_each_sequence_holds(shares: bool, seed: int) -> None:
-    rng, memory = random.Random(seed), Memory(24, 4)
-    memory.pool = PagePool(24, 4, shares)
-    live: list[tuple[Any, list[int]]] = []
-    for _ in range(600):
-        act = rng.choice(["open", "append", "append", "truncate", "fork", "free"])
-        if act == "open" or not live:
-            tokens = [rng.randrange(3) for _ in range(rng.randrange(9))]
-            if len(tokens) // 4 + 2 > memory.pool.num_free:
-                continue
-            live.append((memory.open(tokens)[0], tokens))
-        sequence, tokens = place = rng.choice(live)
-        if act == "append":
-            new = [rng.randrange(3) for _ in range(rng.randrange(1, 7))]
-            if memory.pool.num_free > 3:
-                memory.append(sequence, new)
-                tokens += new
-        elif act == "truncate":
-            length = rng.randrange(len(tokens) + 1)
-            memory.pool.truncate(sequence, length)
-            del tokens[length:]
-        elif act == "fork":
-            live.append((memory.pool.fork(sequence), tokens[:]))
-        elif act == "free":
-            memory.pool.free(sequence)
-            live.remove(place)
-        memory.pool.check()
-        for one, held in live:
-            assert memory.read(one) == held
-    assert shares or not memory.pool._unit_of
 
 
 def test_a_truncated_unit_is_not_found_by_what_it_no_longer_holds() -> None:

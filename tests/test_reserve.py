@@ -18,13 +18,13 @@ DRAFT = 1000  # tokens above are drafts, which nobody may ever find
 class Drafts(Memory):
     """A memory in which drafts are placed before it is known which of them stay."""
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> np.ndarray:
+    def reserve(self, sequence: Sequence, num_tokens: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
         slots, copies = self.pool.reserve(sequence, num_tokens)
         for src, dst in copies:
             self.slots[dst] = self.slots[src]
         assert slots.dtype == np.int64 and slots.shape == (num_tokens,)
         self.slots.reshape(-1)[slots] = DRAFT + np.arange(num_tokens)
-        return slots
+        return slots, copies
 
     def commit(self, sequence: Sequence, slots: np.ndarray, tokens: list[int]) -> None:
         """What was accepted is written before the pool is told."""
@@ -60,7 +60,7 @@ def test_units_that_were_there_before_stay() -> None:
     sequence, _ = memory.open(list(range(14)))
     memory.pool.rewind(sequence, 5)
     units = list(sequence.table)
-    slots = memory.reserve(sequence, 13)
+    slots, _ = memory.reserve(sequence, 13)
     assert len(sequence.table) == 5
     memory.commit(sequence, slots, [50])
     assert list(sequence.table) == units and memory.read(sequence) == [*range(5), 50]
@@ -109,13 +109,16 @@ def test_check_finds_reserved_slots_without_a_unit() -> None:
 
 
 class ReserveMachine(RuleBasedStateMachine):
-    """Sequences stay readable whatever was drafted, and nothing of a draft is ever found."""
+    """Random programs against lists of tokens: sequences stay readable whatever was drafted, the pool never miscounts,
+    and nothing of a draft is ever found."""
 
-    @initialize(num_units=st.integers(2, 12), unit_tokens=st.sampled_from([1, 2, 3, 4]))
-    def start(self, num_units: int, unit_tokens: int) -> None:
+    @initialize(num_units=st.integers(1, 12), unit_tokens=st.sampled_from([1, 2, 3, 4, 16]), shares=st.booleans())
+    def start(self, num_units: int, unit_tokens: int, shares: bool) -> None:
         self.memory = Drafts(num_units, unit_tokens)
+        self.memory.pool = PagePool(num_units, unit_tokens, shares)
         self.model: dict[Sequence, list[int]] = {}
         self.held: dict[Sequence, np.ndarray] = {}
+        self.written: set[tuple[int, ...]] = set()  # every beginning of full units that was ever wholly written
 
     def pick(self, data, among) -> Sequence:
         return data.draw(st.sampled_from(list(among)), label="sequence")
@@ -123,40 +126,69 @@ class ReserveMachine(RuleBasedStateMachine):
     def idle(self) -> list[Sequence]:
         return [sequence for sequence in self.model if sequence not in self.held]
 
-    def attempt(self, call, *given):
-        """The call's value, or None where the pool refused and left all as it was."""
+    def note_written(self, sequence):
+        size, tokens = self.memory.pool.unit_tokens, self.model[sequence]
+        self.written |= {tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size)}
+
+    def lengthen(self, call, sequence, given):
+        """The slots that the call gave, or None where the pool refused, named the numbers and left all as it was."""
+        pool, num_new = self.memory.pool, given if isinstance(given, int) else len(given)
         before = state_of(self.memory, *self.model)
-        try:
-            return call(*given)
-        except ConfigError:
+        tables = {other: other.table[:] for other in self.model if other is not sequence}
+        open_unit = sequence.table[-1] if sequence.length % pool.unit_tokens else None
+        expected_copies = bool(num_new) and open_unit is not None and pool.ref_counts[open_unit] > 1
+        units = -(-(sequence.length + num_new) // pool.unit_tokens) - len(sequence.table) + expected_copies
+        if units > pool.num_free:
+            with pytest.raises(ConfigError, match=f"needs {units} more units .* {pool.num_free} of the pool's"):
+                call(sequence, given)
             assert state_of(self.memory, *self.model) == before
             return None
+        slots, copies = call(sequence, given)
+        self.note_written(sequence)
+        assert len(copies) == expected_copies and all(src == open_unit for src, _ in copies)
+        assert {other: other.table for other in tables} == tables
+        return slots
 
-    @rule(tokens=st.lists(st.integers(0, 1), max_size=12))
+    # two token values and short prompts: beginnings meet often
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=24))
     def open(self, tokens):
+        for live in self.model:
+            self.note_written(live)
+        free, size = self.memory.pool.num_free, self.memory.pool.unit_tokens
         sequence, num_shared = self.memory.pool.open(tokens)
+        assert num_shared % size == 0 and num_shared < max(len(tokens), 1)
         # what it shares was written for good
+        assert num_shared == 0 or tuple(tokens[:num_shared]) in self.written
         assert self.memory.read(sequence) == tokens[:num_shared]
-        for held in self.model.values():
+        assert free - self.memory.pool.num_free <= len(sequence.table)
+        # what a live sequence holds is always found
+        for held in self.model.values() if self.memory.pool.shares else ():
             same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, held, strict=False))))
-            full = min(same, len(tokens) - 1) // self.memory.pool.unit_tokens
-            assert num_shared >= full * self.memory.pool.unit_tokens
+            assert num_shared >= min(same, len(tokens) - 1) // size * size
         self.model[sequence] = tokens[:num_shared]
-        if self.attempt(self.memory.append, sequence, tokens[num_shared:]) is not None:
+        if self.lengthen(self.memory.append, sequence, tokens[num_shared:]) is not None:
             self.model[sequence] = tokens
 
     @precondition(lambda self: self.idle())
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=6))
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=9))
     def grow(self, data, tokens):
         sequence = self.pick(data, self.idle())
-        if self.attempt(self.memory.append, sequence, tokens) is not None:
+        if self.lengthen(self.memory.append, sequence, tokens) is not None:
             self.model[sequence] += tokens
+
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data())
+    def truncate(self, data):
+        sequence = self.pick(data, self.idle())
+        length = data.draw(st.integers(0, sequence.length), label="length")
+        self.memory.pool.truncate(sequence, length)
+        del self.model[sequence][length:]
 
     @precondition(lambda self: self.idle())
     @rule(data=st.data(), count=st.integers(0, 9))
     def reserve(self, data, count):
         sequence = self.pick(data, self.idle())
-        slots = self.attempt(self.memory.reserve, sequence, count)
+        slots = self.lengthen(self.memory.reserve, sequence, count)
         if slots is not None:
             assert len(set(slots.tolist())) == count
             self.held[sequence] = slots
@@ -184,15 +216,19 @@ class ReserveMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data):
         parent = self.pick(data, self.model)
+        self.note_written(parent)
         free = self.memory.pool.num_free
         child = self.memory.pool.fork(parent)
-        assert self.memory.pool.num_free == free and child.tokens == parent.tokens
+        assert self.memory.pool.num_free == free and child.table == parent.table[: len(child.table)]
         self.model[child] = list(self.model[parent])
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def free(self, data):
+    @rule(data=st.data(), written=st.booleans())
+    def free(self, data, written):
         sequence = self.pick(data, self.model)
+        if written:
+            self.memory.pool.publish(sequence)
+            self.note_written(sequence)
         del self.model[sequence]
         self.held.pop(sequence, None)
         self.memory.pool.free(sequence)
@@ -205,6 +241,9 @@ class ReserveMachine(RuleBasedStateMachine):
         pool.check()
         for sequence, tokens in self.model.items():
             assert sequence.tokens == tokens and self.memory.read(sequence) == tokens
+        distinct = {unit for sequence in self.model for unit in sequence.table}
+        assert pool.num_free == pool.num_units - len(distinct)
+        assert pool.shares or not pool._unit_of
         # reserved slots are one sequence's alone, but for an open unit that a fork took in mid-round
         taken = [slot for slots in self.held.values() for slot in slots.tolist()]
         assert len(set(taken)) == len(taken)
@@ -213,6 +252,6 @@ class ReserveMachine(RuleBasedStateMachine):
 
 
 ReserveMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestReserveMachine = ReserveMachine.TestCase
