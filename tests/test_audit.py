@@ -8,18 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from test_conformance import eps, selection_mask
+from verified_runs import Model
 
 from eps_core.attention.protocol import Scores
 from eps_core.config.bytes import scoring_bytes
-from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.forward import load_decoder
-from eps_core.decode.generate import generate
-from eps_core.decode.sampling import Sampling
-from eps_core.kv_cache.pool import PagePool
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.metrics.steps import StepRecord, kl_divergence, summarise
-from eps_core.models.config import read_spec
 
 MODEL = "llama2-bf16-sharded"
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (290, 65)]
@@ -41,9 +36,10 @@ class Watched:
     layers saw."""
 
     def __init__(self, target: tuple, model: Path, config: EpsConfig, dense_step: int | None = None) -> None:
-        self.backend, device = target
-        self.config, self.spec, self.dense_step = config, read_spec(model), dense_step
-        self.decoder = load_decoder(self.backend, model, self.spec, "float32", device)
+        self.backend, _ = target
+        self.runs = Model(*target, model)
+        self.config, self.spec, self.dense_step = config, self.runs.spec, dense_step
+        self.decoder = self.runs.decoder
         self.timing, self.num_steps = False, 0
         self.seen: list[dict[int, np.ndarray]] = []  # of each step: {layer: q}
         self.visits: list[list[np.ndarray]] = []  # of each step and layer: [B, Hkv, G]
@@ -69,12 +65,7 @@ class Watched:
         return cache, output
 
     def run(self, prompts: list = PROMPTS, **more: Any) -> list[StepRecord]:
-        config, spec, size = self.config, self.spec, self.config.cache_config.unit_tokens
-        pool = PagePool(sum(-(-(len(prompt) + STEPS) // size) for prompt in prompts), size)
-        shape = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, pool.num_units)
-        cache = self.backend.new_cache(shape, config.cache_config, self.decoder.device)
-        more = {"keep_logits": True, "prefill_chunk": 128, **more}
-        return list(generate(self, cache, pool, prompts, STEPS, Sampling(), config.selection_config, **more))  # type: ignore[arg-type]
+        return self.runs.decode(prompts, self.config, tokens=STEPS, decoder=self, prefill_chunk=128, **more).records
 
     def _hear(self, layer: int, q: Any) -> None:
         if self.watching:

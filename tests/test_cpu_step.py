@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from verified_runs import Model, same
 
 import eps_cuda
 from eps_core.config.cache import CacheSpec
@@ -17,16 +18,11 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.cpu import openmp, write
 from eps_core.cpu import threads as threads_cpu
-from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
-from eps_core.kv_cache.pool import PagePool
-from eps_core.models.config import read_spec
-from eps_core.models.spec import ModelSpec
 from eps_cuda.kernels import cpu
-from eps_cuda.model import Model
 
 PROMPTS = [[7, 5, 3, 2, 9, 30, 41] * 60, [11, 4, 9, 77] * 79 + [5]]  # 420 and 317 tokens: a mean's 64 end at 320
 STEPS = 8
@@ -65,40 +61,20 @@ def model(request: pytest.FixtureRequest) -> Any:
     return tiny_models.saved(request.param)
 
 
-def opened(path: Any, config: EpsConfig, dtype: str) -> tuple[Decoder, Any, PagePool, ModelSpec]:
-    spec = read_spec(path)
-    decoder = load_decoder(eps_cuda, path, spec, dtype, "cpu")
-    units = 60
-    shape = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units, dtype=dtype)
-    cache = eps_cuda.new_cache(shape, config.cache_config, "cpu", "numba")
-    return decoder, cache, PagePool(units, config.cache_config.unit_tokens), spec
+def opened(path: Any, dtype: str) -> Model:
+    return Model(eps_cuda, "cpu", path, dtype, 60, dtype, kernels="numba")
 
 
 def decoded(
     path: Any, config: EpsConfig, dtype: str, prompts: list[list[int]] = PROMPTS, **settings: Any
 ) -> tuple[list[Any], Any]:
     """Records with logits of a greedy decode, and its cache."""
-    decoder, cache, pool, _ = opened(path, config, dtype)
-    steps = generate(
-        decoder, cache, pool, prompts, STEPS, Sampling(), config.selection_config, keep_logits=True, prefill_chunk=200,
-        **settings,
-    )  # fmt: skip
-    return list(steps), cache
+    run = opened(path, dtype).decode(prompts, config, tokens=STEPS, prefill_chunk=200, **settings)
+    return run.records, run.cache
 
 
 def layer_by_layer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Model, "whole_step", lambda self, *step: None)
-
-
-def same(got: list[Any], want: list[Any]) -> None:
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        assert one.tokens == other.tokens and np.array_equal(one.logits, other.logits)
-        for name in (
-            "pages_total", "pages_visited", "pages_skipped", "pages_always_selected", "bytes_kv_read_est",
-            "bytes_kv_dense", "bytes_summary_read", "bytes_k_reread", "fallbacks", "skipped_mass_mean",
-        ):  # fmt: skip
-            assert getattr(one, name) == getattr(other, name), name
+    patch.setattr("eps_cuda.model.Model.whole_step", lambda self, *step: None)
 
 
 def same_caches(one: Any, other: Any) -> None:
@@ -131,11 +107,12 @@ def test_the_number_of_prompts_may_change(steps_made: list[int]) -> None:
     path = tiny_models.saved("llama2")
 
     def run() -> list[Any]:
-        decoder, cache, pool, _ = opened(path, RQ, "bfloat16")
+        one = opened(path, "bfloat16")
+        cache, pool = one.cache(RQ)
         found: list[Any] = []
         for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:], PROMPTS[:1]):
             found += generate(
-                decoder, cache, pool, prompts, STEPS, Sampling(), RQ.selection_config, keep_logits=True,
+                one.decoder, cache, pool, prompts, STEPS, Sampling(), RQ.selection_config, keep_logits=True,
             )  # fmt: skip
         return found
 
@@ -152,7 +129,8 @@ def steps_of(
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
     """(cache, output) of a step at each of `lengths`, drafts or not, over tables of one width: of sequences in units of
     their own, each with a prompt. `between` is called before a step and returns the cache that it takes."""
-    decoder, cache, _, _ = opened(path, config, "bfloat16")
+    model = opened(path, "bfloat16")
+    decoder, (cache, _) = model.decoder, model.cache(config)
     units = np.arange(8 * batch, dtype=np.int32).reshape(batch, 8)
     for own in units:
         tokens = np.array(PROMPTS[0])[: lengths[0] - 1] + own[0]
@@ -306,7 +284,8 @@ def test_late_members_bring_helpers_to_later_steps(monkeypatch: pytest.MonkeyPat
 def test_keys_that_are_not_finite_are_refused(steps_made: list[int]) -> None:
     """As those of the layer that made them, and once; what a draft places is not asked."""
     path = tiny_models.saved("llama2")
-    decoder, cache, _, _ = opened(path, RQ, "float32")
+    model = opened(path, "float32")
+    decoder, (cache, _) = model.decoder, model.cache(RQ)
     units, tokens = np.arange(8, dtype=np.int32)[None], np.array(PROMPTS[0][:400])
     cache, _ = decoder.prefill(cache, tokens, np.arange(400), units[0], 400)
     norm = decoder.model.for_rows("numba", 1)._before[1][0]  # before layer 1's queries and keys
@@ -330,12 +309,12 @@ def test_keys_that_are_not_finite_are_refused(steps_made: list[int]) -> None:
 
 def test_a_cache_of_another_shape_is_refused(steps_made: list[int]) -> None:
     path = tiny_models.saved("llama2")
-    decoder, _, _, spec = opened(path, RQ, "float32")
-    units, places = np.arange(8, dtype=np.int32)[None], (np.array([5]), np.array([0]))
+    model = opened(path, "float32")
+    spec, units, places = model.spec, np.arange(8, dtype=np.int32)[None], (np.array([5]), np.array([0]))
     for shape in ((spec.num_kv_heads + 1, spec.head_dim), (spec.num_kv_heads, 2 * spec.head_dim)):
         cache = eps_cuda.new_cache(CacheSpec(spec.num_layers, *shape, 8), RQ.cache_config, "cpu", "numba")
         with pytest.raises(ValueError, match="has shape"):
-            decoder.step(cache, *places, units, np.array([1]), RQ.selection_config)
+            model.decoder.step(cache, *places, units, np.array([1]), RQ.selection_config)
     assert not steps_made
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tiny_models
 from tiny_models import saved
 
@@ -66,8 +67,9 @@ class Model:
         units: int = 40,
         dtype: str = "float32",
         kv_bits: tuple[int, int] = (16, 16),
+        kernels: str = "auto",
     ) -> None:
-        self.kv_bits = kv_bits
+        self.kv_bits, self.kernels = kv_bits, kernels
         self.backend, self.device, self.path, self.kv_dtype, self.units = backend, device, path, kv_dtype, units
         self.spec = read_spec(path)
         self.decoder = load_decoder(backend, path, self.spec, dtype, device)
@@ -77,9 +79,8 @@ class Model:
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, self.units, self.kv_dtype,
             max_open_groups=8, k_bits=self.kv_bits[0], v_bits=self.kv_bits[1],
         )  # fmt: skip
-        return self.backend.new_cache(spec, config.cache_config, self.device), PagePool(
-            self.units, config.cache_config.unit_tokens
-        )
+        pool = PagePool(self.units, config.cache_config.unit_tokens)
+        return self.backend.new_cache(spec, config.cache_config, self.device, self.kernels), pool
 
     def start(self, prompts: Sequence[Sequence[int]], config: EpsConfig, decoder: Decoder | None = None) -> tuple:
         cache, pool = self.cache(config)
@@ -90,12 +91,20 @@ class Model:
         return cache, pool, sequences
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], config: EpsConfig, sampling: Sampling = GREEDY, **more: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        config: EpsConfig,
+        sampling: Sampling = GREEDY,
+        tokens: int = 12,
+        decoder: Any = None,
+        **more: Any,
     ) -> Run:
-        """12 tokens of each prompt, dense or sparse as `config` says, with their logits."""
+        """Decode tokens of each prompt, dense or sparse as `config` says, with their logits."""
         cache, pool = self.cache(config)
         more = {"prefill_chunk": 64, "keep_logits": True, **more}
-        steps = generate(self.decoder, cache, pool, prompts, 12, sampling, config.selection_config, **more)
+        steps = generate(
+            decoder or self.decoder, cache, pool, prompts, tokens, sampling, config.selection_config, **more
+        )
         return self._finish(steps, prompts, pool, [])
 
     def dense(
@@ -131,6 +140,20 @@ class Model:
             except StopIteration as end:
                 pool.check()
                 return Run(tokens_of(records, len(prompts)), records, end.value, pool, sequences)
+
+
+def same(got: list[Any], want: list[Any], atol: float = 0.0) -> None:
+    """Steps of two runs have the same tokens, counts and bytes, and logits within `atol`."""
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=atol, equal_nan=False)
+        for name in (
+            "pages_total", "pages_visited", "pages_skipped", "pages_always_selected", "bytes_kv_read_est",
+            "bytes_kv_dense", "bytes_summary_read", "bytes_k_reread", "fallbacks",
+        ):  # fmt: skip
+            assert getattr(one, name) == getattr(other, name), name
+        assert one.skipped_mass_mean == pytest.approx(other.skipped_mass_mean, abs=atol / 2)
 
 
 def assert_same_state(model: Model, got: Run, want: Run, tolerance: float = 0.0) -> None:
