@@ -1,7 +1,6 @@
 """A whole decode step on a CPU in one call of Torch's threads: bit for bit what layer by layer gives, of whatever it
 serves, and nothing done where it does not."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,8 +72,12 @@ def decoded(
     return run.records, run.cache
 
 
-def layer_by_layer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("eps_cuda.model.Model.whole_step", lambda self, *step: None)
+def twice(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return what `run` gives by whole steps, and what it gives layer by layer."""
+    got = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eps_cuda.model.Model.whole_step", lambda self, *step: None)
+        return got, run()
 
 
 def same_caches(one: Any, other: Any) -> None:
@@ -91,13 +94,10 @@ def same_caches(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bits_are_those_of_layer_by_layer(model: Any, name: str, dtype: str, steps_made: list[int]) -> None:
     """Two sequences of unlike length, one of which ends a mean's tokens on the way: that step is layer by layer."""
-    records, cache = decoded(model, CONFIGS[name], dtype)
+    (records, cache), (plain, twin) = twice(lambda: decoded(model, CONFIGS[name], dtype))
     ends = 0 if name == "off" else sum((len(prompt) + STEPS) // 64 - len(prompt) // 64 for prompt in PROMPTS)
     assert len(steps_made) >= STEPS - 1 - ends > 0
     assert set(steps_made) == {4 * cache.spec.num_layers + 1}
-    with pytest.MonkeyPatch.context() as patch:
-        layer_by_layer(patch)
-        plain, twin = decoded(model, CONFIGS[name], dtype)
     same(records, plain)
     same_caches(cache, twin)
 
@@ -116,16 +116,13 @@ def test_the_number_of_prompts_may_change(steps_made: list[int]) -> None:
             )  # fmt: skip
         return found
 
-    records = run()
+    same(*twice(run))
     assert len(steps_made) > 3 * STEPS
-    with pytest.MonkeyPatch.context() as patch:
-        layer_by_layer(patch)
-        same(records, run())
 
 
 def steps_of(
     path: Any, drafts: bool, config: EpsConfig = RQ, lengths: range = range(401, 407), batch: int = 1,
-    between: Callable[[int, Any], Any] = lambda length, cache: cache,
+    between: Callable[[int, Any, Any], Any] = lambda length, cache, decoder: cache,
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
     """(cache, output) of a step at each of `lengths`, drafts or not, over tables of one width: of sequences in units of
     their own, each with a prompt. `between` is called before a step and returns the cache that it takes."""
@@ -137,7 +134,7 @@ def steps_of(
         slots = own[0] * 64 + np.arange(len(tokens))
         cache, _ = decoder.prefill(cache, tokens, slots, own, len(tokens))
     for length in lengths:
-        cache = between(length, cache)
+        cache = between(length, cache, decoder)
         cache, output = decoder.step(
             cache, np.full(batch, length % 290) + np.arange(batch), units[:, 0] * 64 + length - 1, units,
             np.full(batch, length), config.selection_config, draft=drafts,
@@ -148,11 +145,8 @@ def steps_of(
 def both(steps_made: list[int], *asked: Any, **about: Any) -> tuple[list[Any], list[Any]]:
     """`steps_of`, as whole steps, every one of them, and layer by layer."""
     steps_made.clear()
-    got = list(steps_of(tiny_models.saved("llama2"), *asked, **about))
+    got, want = twice(lambda: list(steps_of(tiny_models.saved("llama2"), *asked, **about)))
     assert len(steps_made) == len(got)
-    with pytest.MonkeyPatch.context() as patch:
-        layer_by_layer(patch)
-        want = list(steps_of(tiny_models.saved("llama2"), *asked, **about))
     same_caches(got[-1][0], want[-1][0])
     assert all(np.array_equal(one.logits, other.logits) for (_, one), (_, other) in zip(got, want, strict=True))
     return [output for _, output in got], [output for _, output in want]
@@ -198,7 +192,7 @@ def test_layers_become_sparse_one_by_one(steps_made: list[int]) -> None:
 
 
 def test_a_cache_that_grows_and_one_that_is_copied_are_followed(steps_made: list[int]) -> None:
-    def between(length: int, cache: Any) -> Any:
+    def between(length: int, cache: Any, decoder: Any) -> Any:
         if length == 403:
             cache = eps_cuda.grow(cache, 80)
         if length == 405:  # the same tokens, brought back from elsewhere
@@ -222,11 +216,9 @@ def test_another_thread_goes_on(steps_made: list[int]) -> None:
                 thread.join()
         return found
 
-    got = run()
+    got, want = twice(run)
     assert len(steps_made) == len(got) == 6
-    with pytest.MonkeyPatch.context() as patch:
-        layer_by_layer(patch)
-        assert all(np.array_equal(one, other) for one, other in zip(got, run(), strict=True))
+    assert all(np.array_equal(one, other) for one, other in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("weights", ["full", "8bit"])
@@ -240,11 +232,8 @@ def test_verified_texts_and_drafts_are_the_same(weights: str, steps_made: list[i
         )  # fmt: skip
         return [(one.tokens, one.drafted, one.accepted) for one in session.steps([PROMPTS[0]], 24, Sampling())]
 
-    got = run()
-    assert len(steps_made) > 10
-    with pytest.MonkeyPatch.context() as patch:
-        layer_by_layer(patch)
-        assert got == run()
+    got, want = twice(run)
+    assert len(steps_made) > 10 and got == want
 
 
 def test_what_a_step_does_not_support_runs_layer_by_layer(steps_made: list[int]) -> None:
@@ -329,7 +318,7 @@ def test_a_thread_that_fails_is_raised_and_the_next_step_is_right(monkeypatch: p
         if len(given) > 1 and fails:
             progress[:, openmp.FAILED] = fails.pop()
 
-    def between(length: int, cache: Any) -> Any:
+    def between(length: int, cache: Any, decoder: Any) -> Any:
         if length == 403:
             fails.append(1)
             with pytest.raises(RuntimeError, match="a thread of a compiled CPU kernel failed"):
@@ -340,16 +329,6 @@ def test_a_thread_that_fails_is_raised_and_the_next_step_is_right(monkeypatch: p
         return cache
 
     monkeypatch.setattr(openmp, "_start", start)
-    opened_before = opened
-    decoder: Any = None
-
-    def opening(*asked: Any) -> Any:
-        nonlocal decoder
-        found = opened_before(*asked)
-        decoder = found[0]
-        return found
-
-    monkeypatch.setattr(sys.modules[__name__], "opened", opening)
     again = [output.logits for _, output in steps_of(path, True, between=between)]
     assert not fails and all(np.array_equal(one, other) for one, other in zip(again, plain, strict=True))
 
