@@ -130,18 +130,13 @@ def test_a_context_that_is_not_given_is_what_model_and_text_hold(
     assert json.loads((tmp_path / "p.json").read_text())["settings"]["context_tokens"] == want
 
 
-def test_the_memory_of_summaries_follows_refine(tmp_path: Path) -> None:
-    def plain(*flags: str) -> int:
-        rows = last(outcome(["info", "--eps-group-size", "2", *flags], tmp_path))["summaries"]
-        mine = [row for row in rows if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"])]
-        return float(mine[0]["bytes_per_group"])
-
-    mean, scale = (64 + 2) / 32, 1  # of a unit of 64 tokens, and of a group
-    assert plain() == plain("--eps-rescore", "0.5") == 32 + mean + 2 * scale
-    assert plain("--eps-rescore", "0") == 16 + mean + scale
-    assert plain("--eps-mean-tokens", "32", "--eps-mean-bits", "8") == 32 + (128 + 2) / 16 + 2
-    for value in ("nan", "-5"):
-        assert outcome(["info", "--eps-rescore", value], tmp_path).code == 2
+@pytest.mark.parametrize(
+    ("flags", "want"), [("--eps-rescore 0", 17 + 66 / 64), ("--eps-mean-tokens 32 --eps-mean-bits 8", 34 + 130 / 32)]
+)
+def test_info_counts_the_bytes_that_flags_leave(flags: str, want: float, tmp_path: Path) -> None:
+    rows = last(outcome(["info", *flags.split()], tmp_path))["summaries"]
+    fine = (row for row in rows if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"]))
+    assert next(fine)["bytes_per_group"] == want
 
 
 STREAMS = {
