@@ -332,7 +332,7 @@ CODES = {"mean_tokens": 64, "mean_bits": 4, "cascade": [0.5], "rescore": 0.125}
         ("--eps-top-pages 7", {"policy": "topk", "top_pages": 7, **FINE}),
         ("--eps-policy threshold --eps-top-pages 7", {"policy": "threshold", "top_pages": 7}),
         ("--eps-method box", {"policy": "topk", "budget": 0.1, "rescore": 0, **WIDE}),
-        ("--eps-method jl", {"policy": "topk", **WIDE}),
+        ("--eps-method jl --eps-rescore 0", {"policy": "topk", "rescore": 0, **WIDE}),
         ("--eps-recent-tokens 64", {"num_sink_tokens": 4, "num_recent_tokens": 64}),
         ("--eps-sink-tokens 8 --eps-recent-tokens 16", {"num_sink_tokens": 8, "num_recent_tokens": 16}),
         ("--eps-policy threshold --eps-top-pages 5 --eps-alpha 1.05", {"policy": "threshold", "alpha": 1.05}),

@@ -37,7 +37,7 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "keep-a-share-of-the-prompt": (["run", "--kv-evict", "rswa", "--kv-keep", "0.5"], "of which rswa keeps all: give"),
     "keep-the-prompt's-first": (
         ["run", "--kv-evict", "rswa", "--kv-keep", "64", "--kv-sink-tokens", "4"], "nothing to rswa, which keeps"),
-    "evict-never": (["run", "--kv-evict", "rswa", "--kv-keep", "64", "--kv-every", "0"], "kv-every 0 never evicts"),
+    "evict-never": (["run", "--kv-evict", "rswa", "--kv-keep", "64", "--kv-every", 0], "0 never evicts, and rswa does"),
     "keep-a-part-of-a-row": (["run", "--kv-evict", "h2o", "--kv-keep", "1.5"], "neither a share up to 1 nor a whole"),
     "evict-and-verify": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-verify", "tokens"], "each other, as a dense pass"),
@@ -52,6 +52,12 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "evict-all": (["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-recent-tokens", "0"], "let a head go empty"),
     "evict-and-union": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-scope", "union"], "eps-scope union reads the same in"),
+    "correction-of-norms": (
+        ["run", "--eps-method", "jl", "--eps-correction", "mean"], "of method jl are norms: use --eps-correction drop"),
+    "odd-correction": (
+        ["run", "--eps-method", "box", "--eps-correction-tokens", 40], "40 is not a multiple, up to 256, of the 16"),
+    "huge-correction": (["run", "--eps-method", "box", "--eps-correction-tokens", 512], "correction-tokens 512 is not"),
+    "negative-correction": (["run", "--eps-correction-tokens", -64], "correction-tokens -64 is not a multiple"),
     "codes-about-no-mean": (["run", "--eps-mean-tokens", "0"], "eps-mean-tokens 0 is not 32 or 64"),
     "bits-of-codes": (["run", "--eps-bits", "2"], "No such option"),
     "unknown-verify": (["run", "--eps-verify", "bits"], "'bits' is not one of 'off', 'tokens'"),
@@ -66,7 +72,8 @@ MISTAKES: dict[str, tuple[list, str]] = {
         ["run", "--backend", "numpy", "--kernels", "metal", "--prompt", "x"],
         "kernels metal are not there for this backend on cpu: choose one of auto, arrays",
     ),
-    "min-context-of-no-number": (["run", "--eps-min-context", "often"], "neither a whole number nor auto"),
+    "min-context-of-no-number": (["run", "--eps-min-context", "often"], "'often' is neither a whole number nor auto"),
+    "min-context-of-evaluate": (["evaluate", "--eps-min-context", "auto"], "auto belongs to `eps-proto run`"),
     "no-new-tokens": (["run", "--max-new-tokens", 0], "--max-new-tokens"),
     "no-chunk": (["run", "--prefill-chunk", 0], "--prefill-chunk"),
     "no-pool": (["run", "--pool-tokens", 0], "--pool-tokens"),
@@ -111,6 +118,7 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "audit-every-range": (["run", "--eps-audit-every", -1], "--audit-every"),
     "bound-bits-range": (["run", "--eps-bound-bits", 3], "eps-bound-bits 3 is not 4 or 8"),
     "refine-range": (["run", "--eps-rescore", 2], "eps-rescore 2.0 is outside [0, 1]"),
+    "negative-refine": (["run", "--eps-rescore", -0.1], "eps-rescore -0.1 is outside [0, 1]"),
     "refine-of-another-method": (["run", "--eps-method", "box", "--eps-rescore", 0.5], "not of method box"),
     "report-of-an-empty-file": (["report", "/dev/null", "-o", "new.html"], "/dev/null"),
     "alpha-range": (["run", "--eps-policy", "threshold", "--eps-top-pages", 4, "--eps-alpha", 0.5], "eps-alpha 0.5"),

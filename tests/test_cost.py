@@ -142,17 +142,6 @@ def test_run_is_sparse_from_where_it_pays(monkeypatch, pays_from: int | None, de
     assert ("at no context" if pays_from is None else f"from {pays_from:,} tokens on") in done.output
 
 
-@pytest.mark.parametrize("value", ["sometimes", "1.5"])
-def test_a_context_that_is_no_number_is_refused(value: str) -> None:
-    done = CliRunner().invoke(cli, ["run", "--eps-min-context", value])
-    assert done.exit_code == 2 and f"{value!r} is neither a whole number nor auto" in done.output
-
-
-def test_auto_belongs_to_run() -> None:
-    done = CliRunner().invoke(cli, ["evaluate", "--eps-method", "rq", "--eps-min-context", "auto"])
-    assert done.exit_code == 2 and "auto belongs to `eps-proto run`" in done.output
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_caches_of_16_bits_are_measured_too(target, dtype) -> None:
     backend, device = target

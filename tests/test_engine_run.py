@@ -113,6 +113,8 @@ def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: 
         (["--kl"], "--kl belongs to our own decoders"),
         (["--backend", "cuda"], "--backend belongs to our own decoders"),
         (["--pool-tokens", "512"], "--pool-tokens belongs"),
+        (["--cache-dir", "kept"], "--cache-dir belongs"),
+        (["--kv-bits", "8"], "--kv-bits belongs"),
         (["--sample-by", "cdf", "--temperature", "1"], "--sample-by belongs"),
         (["--method", "off"], "has nothing to compare"),
         (["--eps-min-context", "auto"], "auto"),

@@ -380,12 +380,7 @@ def test_certificates_hold_over_what_is_left(target, model: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy": "rswa", "share": 0.5}, "of which rswa keeps all: give a number of generated"),
-        ({"policy": "rswa", "share": 8.0, "every": 0}, "kv-every 0 never evicts, and rswa does so while decoding"),
-        ({"policy": "snapkv", "share": 0.0}, "kv-keep 0.0 keeps nothing"),
-        ({"policy": "snapkv", "share": 2.5}, "kv-keep 2.5 is neither a share up to 1 nor a whole number"),
         ({"policy": "snapkv", "every": -1}, "kv-every -1 is negative"),
-        ({"policy": "snapkv", "num_recent_tokens": 0}, "kv-recent-tokens 0 would let a head go empty"),
         ({"policy": "snapkv", "num_sink_tokens": -1}, "sink-tokens -1 of an eviction must be 0 or more"),
         ({"policy": "snapkv", "seed": -1}, "seed -1 of an eviction must be 0 or more"),
         ({"policy": "snapkv", "compact": "sort"}, "kv-compact 'sort' is unknown"),
@@ -395,12 +390,6 @@ def test_bad_settings_are_one_line(settings: dict[str, Any], message: str) -> No
     with pytest.raises(ConfigError, match=message) as error:
         EvictionConfig(**settings)
     assert "\n" not in str(error.value)
-
-
-def test_a_union_of_heads_that_hold_other_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="eps-scope union"):
-        EvictionConfig("snapkv", 0.5).check(EpsConfig.of(method="rq", scope="union"))
-    EvictionConfig().check(EpsConfig.of(method="rq", scope="union"))
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])

@@ -172,15 +172,3 @@ def test_verified_text_is_the_dense_one_of_the_same_cache(tmp_path: Path) -> Non
     asked = LLM(model, "box", budget=0.2, speculative=True, **plan)
     dense = LLM(model, "off", **plan)
     assert asked.generate(PROMPT, max_new_tokens=24).tokens == dense.generate(PROMPT, max_new_tokens=24).tokens
-
-
-def test_wrong_bits_and_other_engines_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="kv-bits 2 is not one of 16, 8, fp8, 4, nvfp4"):
-        spec_of((2, 8))
-    with pytest.raises(ConfigError, match="head dim 33 is odd: use --kv-bits 8"):
-        spec_of((4, 8), head_dim=33)
-    with pytest.raises(ConfigError, match=r"kv-bits nvfp4 gives 16 .* head dim 40 is no multiple of 16: use .* fp8"):
-        spec_of(("fp8", "nvfp4"), head_dim=40)
-    line = ["run", "--engine", "transformers", "--kv-bits", "8", "--method", "rq"]
-    done = outcome(line, tmp_path)
-    assert done.code == 2 and "--kv-bits belongs to our own decoders: drop it" in done.err

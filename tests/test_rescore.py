@@ -9,8 +9,6 @@ from test_conformance import Case, FilledCase, as_read, eps
 
 from eps_core.attention.protocol import Scores
 from eps_core.config.bytes import summary_group_bytes
-from eps_core.config.eps import EpsConfig
-from eps_core.errors import ConfigError
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.reference.selection import best_first
 from eps_core.summaries.base import from_byte
@@ -187,16 +185,3 @@ def test_a_batch_scores_each_sequence_as_alone(target):
         estimate = one.backend.to_numpy(alone.estimate)[0]
         np.testing.assert_allclose(together[b, :, : estimate.shape[1]], estimate, atol=1e-5)
         assert np.isneginf(together[b, :, estimate.shape[1] :]).all()
-
-
-@pytest.mark.parametrize("method", ["box", "jl"])
-def test_only_codes_have_a_second_bit(method):
-    with pytest.raises(ConfigError, match=f"not of method {method}"):
-        EpsConfig.of(rescore=0.125, method=method)
-    assert all(EpsConfig.of(method=method, **given).selection_config.rescore == 0 for given in ({}, {"rescore": 0}))
-
-
-@pytest.mark.parametrize("rescore", [-0.1, 1.01, float("nan")])
-def test_refine_is_a_share(rescore):
-    with pytest.raises(ConfigError, match=r"outside \[0, 1\]|not a number"):
-        EpsConfig.of(method="rq", rescore=rescore)

@@ -273,21 +273,6 @@ def test_the_command_tells_what_it_loaded(model: Path, tmp_path: Path) -> None:
         assert first["bytes_stored"] == second["bytes_loaded"] > 0 and second["ttft_ms"] > second["load_ms"] > 0
 
 
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        (["--kv-evict", "snapkv", "--kv-keep", "0.5"], "exclude each other"),
-        (["--engine", "transformers", "--method", "rq"], "belongs to our own decoders"),
-    ],
-    ids=["evict", "engine"],
-)
-def test_the_command_refuses_where_there_is_no_whole_prompt(
-    model: Path, more: list[str], reason: str, tmp_path: Path
-) -> None:
-    done = outcome(["run", "--model", str(model), "--prompt", TEXT, "--cache-dir", "kept", *more], tmp_path)
-    assert done.code == 2 and reason in done.err and "--cache-dir" in done.err and done.err.count("\n") == 1
-
-
 def test_what_is_no_folder_of_its_own_is_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for folder in (tmp_path / "file", model):

@@ -49,16 +49,6 @@ def test_a_byte_budget_buys_what_it_pays_for(variant: EpsConfig) -> None:
     assert budget_groups(variant, length, 16, head_dim, 0.02 if variant.cache_config.method == "rq" else 0.03) is None
 
 
-<<<<<<< HEAD
-def test_what_scoring_reads_of_a_token() -> None:
-    """A mean in 4 bits and its scale of 64 tokens, half of a code and a byte of scale, the other half of half of them,
-    a rescoring bit and its byte of scale of an eighth."""
-    scoring = scoring_bytes(RQ.replace(budget=0.05), 64, [32768]) / 32768
-    assert scoring == pytest.approx((32 + 2) / 64 + 4 + 1 + 4 / 2 + (8 + 1) / 8, rel=1e-3)
-
-
-=======
->>>>>>> 3aabb91 (Bytes of summaries: counted once in test_units and in the conformance suite, and through info by its flags)
 def test_a_table_of_the_demo_model() -> None:
     """The oracle with most of the groups is close to dense; a small share of them picked at random is not."""
     variants = (EpsConfig.of(method="oracle", group_size=16), EpsConfig.of(method="random", group_size=16))
