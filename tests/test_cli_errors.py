@@ -52,12 +52,6 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "evict-all": (["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-recent-tokens", "0"], "let a head go empty"),
     "evict-and-union": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-scope", "union"], "eps-scope union reads the same in"),
-    "correction-of-norms": (
-        ["run", "--eps-method", "jl", "--eps-correction", "mean"], "of method jl are norms: use --eps-correction drop"),
-    "odd-correction": (
-        ["run", "--eps-method", "box", "--eps-correction-tokens", 40], "40 is not a multiple, up to 256, of the 16"),
-    "huge-correction": (["run", "--eps-method", "box", "--eps-correction-tokens", 512], "correction-tokens 512 is not"),
-    "negative-correction": (["run", "--eps-correction-tokens", -64], "correction-tokens -64 is not a multiple"),
     "codes-about-no-mean": (["run", "--eps-mean-tokens", "0"], "eps-mean-tokens 0 is not 32 or 64"),
     "bits-of-codes": (["run", "--eps-bits", "2"], "No such option"),
     "unknown-verify": (["run", "--eps-verify", "bits"], "'bits' is not one of 'off', 'tokens'"),

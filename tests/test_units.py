@@ -71,8 +71,6 @@ def test_bytes_are_counted_stage_by_stage() -> None:
     assert summary_group_bytes(config.cache_config, 128) == span_bytes(config.cache_config, 128) / 32
     stored = summary_bytes(config.cache_config, 2, 3, 128, 130)
     assert stored == 2 * 3 * 3 * span_bytes(config.cache_config, 128)
-    corrected = config.replace(correction_tokens=128).cache_config  # a mean and its scale of 128 tokens
-    assert summary_bytes(corrected, 2, 3, 128, 130) == stored + 2 * 3 * 2 * (128 + 2)
     quarters = config.replace(mean_tokens=32, mean_bits=8, cascade=(0.5, 0.2), rescore=0)
     assert scoring_bytes(quarters, 128, [3200]) == 100 * (128 + 2 + 16 + 16 * 4) + 800 * 4 + 320 * 8
     whole = EpsConfig.over(config.cache_config)  # no stage: every part of all
