@@ -168,8 +168,9 @@ def launched() -> list[tuple]:
         for name in ("one unit", "usual", "odd head dim", "three parts", "two groups a unit", "summed", "whole codes"):
             Summaries(SCORES[name]).estimate(METAL, "cpu")
         turn_units.turn_units(mx.zeros((1, 2, 64), mx.bfloat16), mx.zeros(64), 1)
-        union = FilledCase(METAL, "cpu", CacheCase((65, 40), eps("meanstd", scope="union")))
-        METAL.select(METAL.score(union.cache, 0, union.native, union.plan), union.plan)
+        for lengths, scope in (((65, 40), "union"), ((65,), "kv-head"), ((65,) * 9, "kv-head")):
+            full = FilledCase(METAL, "cpu", CacheCase(lengths, eps("meanstd", group_size=2, scope=scope)))
+            METAL.select(METAL.score(full.cache, 0, full.native, full.plan), full.plan)
     return [call[:4] for call in calls]
 
 
