@@ -3,7 +3,6 @@ front end takes every text. Values are tested with all kernels, in test_kernel_*
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import bound
 from kernel_scenes import Case, Filled, query, selection_of
-from metal import cuda_check, shim
+from metal import shim
 from metal.shim import metal_shim  # noqa: F401
 from test_conformance import Case as CacheCase
 from test_conformance import FilledCase, eps
@@ -217,8 +216,3 @@ def test_clang_refuses_what_metal_would(name: str) -> None:
     assert break_it(text) != text
     found = clang_check.diagnostics(break_it(text))
     assert any(message in one for one in found), found
-
-
-@cuda_check.needs_nvcc
-def test_nvcc_compiles_every_body(tmp_path: Path) -> None:
-    assert not cuda_check.errors(launched(), tmp_path)

@@ -1,1 +1,1 @@
-"""Kernels for Apple GPUs, written once as bodies that MLX compiles for Metal and, behind macros, for CUDA."""
+"""Kernels for Apple GPUs, as bodies that MLX compiles for Metal."""

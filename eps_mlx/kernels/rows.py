@@ -5,7 +5,7 @@ brings 32 tokens of K and V into its own memory, once for all of them, so up to 
 are further threadgroups, next to each other on the grid, which read the same tiles while they are in the GPU's cache.
 
 Logits are computed with a token to each lane, so that a maximum or a sum over 32 tokens is one simd operation; weighted
-values with 4 channels to each lane. Matrix units (`simdgroup_matrix`) are not used: this text also compiles as CUDA.
+values with 4 channels to each lane. Matrix units (`simdgroup_matrix`) are not used: the emulator of the tests has none.
 
 A row's bits are its own: a simdgroup computes its queries each by itself, tokens are cut at fixed places counted from
 token 0 (splits of SPLIT_TOKENS, tiles of whole groups or parts of one), and a tile or split of which a row sees nothing

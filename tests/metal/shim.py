@@ -129,7 +129,7 @@ def generated_text(
         examples = [mx.zeros(() if scalar else (7,) if few else (8,), dtype) for dtype, scalar, few in kinds]
 
         def call(*arrays: mx.array) -> list[mx.array]:
-            return launch.compiled(kernel, on_metal=True)(
+            return launch.compiled(kernel)(
                 inputs=list(arrays),
                 template=list(template.items()),
                 grid=(32, 1, 1),
