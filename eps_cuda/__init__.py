@@ -1,39 +1,44 @@
 """The Torch backend: CUDA, ROCm and Intel GPUs, and CPUs. See eps_core.attention.protocol.Backend."""
 
 import platform
+from functools import partial
 
 import numpy as np
 import torch
 
+from eps_core.backend import attention as shared_attention
+from eps_core.backend import cache as shared_cache
+from eps_core.backend import error_bounds, moves, scoring, selection
 from eps_core.cpu import forks
-from eps_cuda.arrays import (
-    attend_own,
-    attend_rows,
-    bound_error,
-    bounds,
-    check_finite,
-    copy_units,
-    export_units,
-    extend_selection,
-    import_units,
-    merge,
-    move_kv,
-    read_kv,
-    score,
-    select,
-    skipped_mass,
-    take,
-    unread_share,
-    visits,
-    weights,
-    write_kv,
-    write_kv_tentative,
-)
 from eps_cuda.attention import attend, attend_chunk
 from eps_cuda.cache import Cache, grow, new_cache, span, to_host, wait
 from eps_cuda.device import device_name, devices, from_numpy, to_numpy
 from eps_cuda.kernels.choose import kernel_of, usable_kernels
 from eps_cuda.model import load_model
+from eps_cuda.ops import OPS
+
+# what both array libraries share
+attend_own = partial(shared_attention.attend_own, OPS)
+attend_rows = partial(shared_attention.attend_rows, OPS)
+merge = partial(shared_attention.merge, OPS)
+unread_share = partial(shared_attention.unread_share, OPS)
+weights = partial(shared_attention.weights, OPS)
+check_finite = partial(shared_cache.check_finite, OPS)
+read_kv = partial(shared_cache.read_kv, OPS)
+write_kv = partial(shared_cache.write_kv, OPS)
+write_kv_tentative = partial(shared_cache.write_kv_tentative, OPS)
+bound_error = partial(error_bounds.bound_error, OPS)
+bounds = partial(error_bounds.bounds, OPS)
+extend_selection = partial(error_bounds.extend_selection, OPS)
+copy_units = partial(moves.copy_units, OPS)
+export_units = partial(moves.export_units, OPS)
+move_kv = partial(moves.move_kv, OPS)
+take = partial(moves.take, OPS)
+visits = partial(moves.visits, OPS)
+import_units = partial(moves.import_units, OPS)
+score = partial(scoring.score, OPS)
+select = partial(selection.select, OPS)
+skipped_mass = partial(selection.skipped_mass, OPS)
 
 forks.watch()  # whatever Torch does from here on may make threads
 

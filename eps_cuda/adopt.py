@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_cuda.arrays import finalize, mark_valid, read_kv, write_kv
+from eps_core.backend.cache import finalize, mark_valid, read_kv, write_kv
 from eps_cuda.cache import Cache
+from eps_cuda.ops import OPS
 
 
 def forget(cache: Cache) -> None:
@@ -40,9 +41,9 @@ def adopt(cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray) -> i
             if unit in done or not any(_lacks(one, layer, unit, held) for one in cache.parts()):
                 continue
             done.add(unit)
-            k, v = read_kv(cache, layer, np.array([unit]), held)
+            k, v = read_kv(OPS, cache, layer, np.array([unit]), held)
             cache.tokens_reread += held
-            write_kv(cache, layer, k, v, unit * size + np.arange(held))
+            write_kv(OPS, cache, layer, k, v, unit * size + np.arange(held))
             num_tokens += held
     return num_tokens
 
@@ -59,5 +60,5 @@ def summarise_rows(cache: Cache, layer: int, groups: np.ndarray, keys: Tensor) -
     """Summaries of full groups [F] whose keys [F, Hkv, S, D] are in hand, of a cache whose pools nobody can read, and
     of a method that needs no more than the keys."""
     cache.state[layer].mark_written(groups, np.full(len(groups), cache.cache_config.span_tokens))
-    finalize(cache, layer, groups, keys)
-    mark_valid(cache, layer, groups)
+    finalize(OPS, cache, layer, groups, keys)
+    mark_valid(OPS, cache, layer, groups)

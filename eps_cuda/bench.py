@@ -17,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from eps_core.backend.gpu import covers_codes
+from eps_core.backend.scoring import score
+from eps_core.backend.selection import select
 from eps_core.cpu import host
 from eps_core.cpu.host import Variant
 from eps_core.kv_cache.step_plan import StepPlan
@@ -206,13 +208,12 @@ def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
     this was called."""
     if cache.kernels != "triton":
         return {}
-    from eps_cuda.arrays import score, select
     from eps_cuda.kernels import dispatch
     from eps_cuda.kernels.attend import attend_groups
 
     config = plan.config
-    first = score(cache, 0, q, plan)
-    chosen = select(first, plan)
+    first = score(OPS, cache, 0, q, plan)
+    chosen = select(OPS, first, plan)
     if chosen.common_counts is None:
         return {}
     table, lengths = dispatch.kernels.on_device(cache, plan)

@@ -17,15 +17,16 @@ import torch
 from eps_core.attention.layer import dense_read
 from eps_core.attention.protocol import Selection
 from eps_core.attention.stats import LayerStats, StepOutput
+from eps_core.backend.cache import check_finite, invalidate
 from eps_core.cpu import calls, openmp
 from eps_core.cpu.kernels import FusedOutput
 from eps_core.kv_cache.counts import check_write
 from eps_core.kv_cache.groups import plan_alike
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_cuda.arrays import check_finite, invalidate
 from eps_cuda.cache import Cache
 from eps_cuda.few_rows import FewRows
 from eps_cuda.kernels.cpu import is_dense, kernels, unsupported_whole
+from eps_cuda.ops import OPS
 
 MOST_STEPS = 8  # of one cache, by batch and what is read; the oldest goes first
 Pair = tuple[np.ndarray, np.ndarray]
@@ -163,7 +164,7 @@ def step(
     check_write(spec, cache.cache_config, [(batch, own.num_kv_heads, own.head_dim)] * 2, slots)
     if draft:
         for layer in range(spec.num_layers):
-            invalidate(cache, layer, slots)
+            invalidate(OPS, cache, layer, slots)
     elif cache.state:
         plan_alike(cache.state, slots)
     kinds = tuple(is_dense(plan, layer) for layer in range(spec.num_layers))
@@ -183,7 +184,7 @@ def step(
     layers = _statistics(kept, cache, plan, known) if sparse else []
     kept.run(tokens, slots, plan.lengths)
     if not all(finite[0] for finite in kept.finite):
-        check_finite(cache)
+        check_finite(OPS, cache)
     logits = few.model.capped(torch.from_numpy(kept.logits)).numpy().copy()
     if not sparse:
         return cache, StepOutput(logits, spec.num_layers * plan.dense_kv_bytes(spec))

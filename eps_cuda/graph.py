@@ -20,16 +20,17 @@ from torch import Tensor
 
 from eps_core.attention.protocol import Selection
 from eps_core.attention.stats import LayerStats, StepOutput
+from eps_core.backend.cache import check_finite, invalidate
 from eps_core.backend.gpu import covers_codes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.layers import run_layers
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_cuda.arrays import check_finite, invalidate
 from eps_cuda.cache import Cache, span
 from eps_cuda.capture import captured
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.select import Depth, num_chunks, skipped_shares
+from eps_cuda.ops import OPS
 
 BUCKET_TOKENS = 4096  # tables are padded to whole multiples, so that a graph serves this many steps
 MAX_GRAPHS = 8  # of one cache, by model, batch, table width and what is read; the oldest goes first
@@ -212,7 +213,7 @@ def _start(
         dispatch.plan_step(cache, slots)
     else:
         for layer in range(cache.spec.num_layers):
-            invalidate(cache, layer, slots)
+            invalidate(OPS, cache, layer, slots)
     ((cos, sin),) = model.angles(plan.lengths - 1)
     static.fill(tokens=np.asarray(tokens), slots=slots, lengths=plan.lengths, table=plan.table, cos=cos, sin=sin)
     return static(model, cache)
@@ -222,7 +223,7 @@ def _finish(static: StaticStep, cache: Cache, outputs: Outputs, batch: int) -> t
     """Return (logits [B, V], skipped mass [L, B, Hkv] or [], both on the host): the one wait."""
     finite, numbers = np.split(outputs.results.cpu().numpy(), [1])
     if static.finite is None and not finite:
-        check_finite(cache)
+        check_finite(OPS, cache)
     num_shares = 0 if static.config is None else cache.spec.num_layers * batch * cache.spec.num_kv_heads
     logits, shares = np.split(numbers, [len(numbers) - num_shares])
     return logits.reshape(batch, -1), shares.reshape(-1, batch, cache.spec.num_kv_heads)

@@ -13,10 +13,10 @@ import numpy as np
 from eps_core.attention.kernels import kernel_first
 from eps_core.attention.protocol import Selection
 from eps_core.backend import pages
+from eps_core.backend.attention import merge
 from eps_core.backend.ops import Ops
 from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_mlx.arrays import merge
 from eps_mlx.cache import Cache
 from eps_mlx.ops import OPS
 
@@ -67,7 +67,7 @@ def _attend_all(cache: Cache, layer: int, a: mx.array, table: np.ndarray, length
         parts.append(_attend_units(cache, layer, a, table[:num_full], cache.cache_config.unit_tokens))
     if rest:
         parts.append(_attend_units(cache, layer, a, table[num_full : num_full + 1], rest))
-    return parts[0] if len(parts) == 1 else merge(*parts)
+    return parts[0] if len(parts) == 1 else merge(OPS, *parts)
 
 
 def _attend_units(cache: Cache, layer: int, a: mx.array, units: np.ndarray, tokens: int) -> State:

@@ -23,7 +23,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.summaries.base import up16
 from eps_core.summaries.rq import SECOND_STEP, part_dims, rotate
 from eps_core.summaries.table import fields
-from eps_cuda.arrays import write_kv
+from eps_cuda import write_kv
 from eps_cuda.cache import Cache, new_cache
 from eps_cuda.device import DTYPES
 from eps_cuda.kernels import write

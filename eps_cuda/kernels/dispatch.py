@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from eps_core.attention.kernels import Kernel
+from eps_core.backend import scoring
 from eps_core.backend.gpu import GpuKernels
 from eps_core.config.selection import SelectionConfig
 from eps_core.kv_cache.groups import WritePlan, plan_alike
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import part_dims
-from eps_cuda.arrays import anchors
 from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
 from eps_cuda.kernels import rows as rows_kernels
@@ -60,7 +60,7 @@ def estimates(
     )
     query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads, first, with_planes)
     if sums and first is None:  # K in codes, which that kernel does not read
-        query = replace(query, anchors=anchors(cache, layer, q, table[:, 0], selection_config))
+        query = replace(query, anchors=scoring.anchors(OPS, cache, layer, q, table[:, 0], selection_config))
     return unit_kernels.score_units(
         query, summary, cache.valid[layer], table, lengths, depth,
         group_size=cache_config.S, mean_bits=cache_config.mean_bits, dims=part_dims(cache_config, cache.spec.head_dim),

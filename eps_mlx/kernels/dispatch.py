@@ -4,9 +4,9 @@ each by one kernel over what the one before left; writes have no kernels."""
 import mlx.core as mx
 import numpy as np
 
+from eps_core.backend import scoring
 from eps_core.backend.gpu import GpuKernels
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_mlx.arrays import anchors
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
 from eps_mlx.kernels import rows as rows_kernels
@@ -28,7 +28,7 @@ class MetalKernels(GpuKernels):
     ) -> mx.array:
         cache_config, summary = cache.cache_config, cache.summaries[layer]
         query = turn_units(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
-        anchor = anchors(cache, layer, q, OPS.index(q, plan.table[:, 0]), plan.config.selection_config)
+        anchor = scoring.anchors(OPS, cache, layer, q, OPS.index(q, plan.table[:, 0]), plan.config.selection_config)
         estimate, base = score_units(
             query, summary, cache.valid[layer], table, lengths, anchor, group_size=cache_config.S,
             mean_bits=cache_config.mean_bits, sums=plan.sums_after(0, cache.spec.head_dim),
