@@ -3,11 +3,8 @@
 See eps_core.cpu.host for what each function promises. GPUs are timed by events on their own clock.
 """
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,8 +25,6 @@ from eps_cuda.device import devices, empty_pool, gpu
 from eps_cuda.kernels.choose import usable_kernels
 from eps_cuda.ops import OPS
 
-PAGE_TOKENS = 16  # flashinfer splits a sequence between pages only
-WORKSPACE_BYTES = 256 * 2**20
 GPU_FLUSH_BYTES = 512 * 2**20
 
 
@@ -40,7 +35,7 @@ def prepare(device: str) -> None:
 @torch.inference_mode()
 def dense_variants(k: Tensor, v: Tensor, q: Tensor) -> dict[str, Variant]:
     """Dense attention by name, each () -> out [B, Hq, D]: k, v [B, Hkv, T, D] contiguous, q [B, Hq, D] unscaled. On a
-    GPU Torch's own choice of kernel and each of its kernels by itself, FlexAttention compiled, and flashinfer."""
+    GPU Torch's own choice of kernel and each of its kernels by itself, and FlexAttention compiled."""
     batch, kv_heads, _, head_dim = k.shape
     single = q.reshape(batch, -1, 1, head_dim)  # one row each of Hq heads
     rows = q.reshape(batch, kv_heads, -1, head_dim)  # the query heads of one kv head as its rows
@@ -61,7 +56,6 @@ def dense_variants(k: Tensor, v: Tensor, q: Tensor) -> dict[str, Variant]:
             name = kernel.name.removesuffix("_ATTENTION").lower()
             variants[f"sdpa rows {name}"] = _sdpa_by(kernel, rows, k, v, q.shape)
         variants["flex attention"] = _flex(single, k, v, q.shape, shares)
-        variants["flashinfer"] = _flashinfer(k, v, q)
     return {name: torch.inference_mode()(variant) for name, variant in variants.items()}
 
 
@@ -79,40 +73,6 @@ def _flex(single: Tensor, k: Tensor, v: Tensor, shape: torch.Size, shares: bool)
     torch._dynamo.reset()  # every context is compiled again; past a few shapes the compiler would give up
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(single, k, v, enable_gqa=shares).reshape(shape)
-
-
-def _flashinfer(k: Tensor, v: Tensor, q: Tensor) -> Variant:
-    """Paged decode, which splits the sequence over the GPU; planned once, as an engine does for all of its layers."""
-
-    @cache
-    def planned() -> Any:
-        if importlib.util.find_spec("flashinfer") is None:
-            raise RuntimeError("not installed: pip install flashinfer-python")
-        flashinfer = importlib.import_module("flashinfer")
-        batch, kv_heads, tokens, head_dim = k.shape
-        if tokens % PAGE_TOKENS:
-            raise RuntimeError(f"{tokens} tokens are not whole pages of {PAGE_TOKENS}")
-        pages = tokens // PAGE_TOKENS
-        paged = tuple(
-            part.view(batch, kv_heads, pages, PAGE_TOKENS, head_dim).transpose(1, 2).flatten(0, 1).contiguous()
-            for part in (k, v)
-        )
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=k.device)
-        repeat = q.shape[1] // kv_heads
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=repeat >= 4)
-        wrapper.plan(
-            torch.arange(batch + 1, dtype=torch.int32, device=k.device) * pages,
-            torch.arange(batch * pages, dtype=torch.int32, device=k.device),
-            torch.full((batch,), PAGE_TOKENS, dtype=torch.int32, device=k.device),
-            q.shape[1], kv_heads, head_dim, PAGE_TOKENS, q_data_type=q.dtype, kv_data_type=k.dtype,
-        )  # fmt: skip
-        return wrapper, paged
-
-    def attend() -> Tensor:
-        wrapper, paged = planned()
-        return wrapper.run(q, paged)
-
-    return attend
 
 
 def synchronize(*results: Any) -> None:

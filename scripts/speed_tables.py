@@ -15,7 +15,7 @@ from shared import markdown_table, rows_of
 
 from eps_core.errors import exit_code
 
-PLATFORM = {"sdpa gqa", "sdpa rows", "grouped matmul", "flex", "flashinfer"}
+PLATFORM = {"sdpa gqa", "sdpa rows", "grouped matmul", "flex"}
 GPU_FILES = {"first": "times-first.jsonl", "staged": "times.jsonl", "at once": "times-at-once.jsonl"}
 
 
