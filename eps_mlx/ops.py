@@ -26,34 +26,10 @@ def _cast(dtype: mx.Dtype) -> Any:
     return staticmethod(lambda x: x.astype(dtype))
 
 
-class MlxOps(Ops):
-    abs = staticmethod(mx.abs)
-    broadcast_to = staticmethod(mx.broadcast_to)
-    ceil = staticmethod(mx.ceil)
-    clip = staticmethod(mx.clip)
-    concatenate = staticmethod(mx.concatenate)
-    exp = staticmethod(mx.exp)
-    expm1 = staticmethod(mx.expm1)
-    floor = staticmethod(mx.floor)
-    isfinite = staticmethod(mx.isfinite)
-    isnan = staticmethod(mx.isnan)
-    log = staticmethod(mx.log)
-    logaddexp = staticmethod(mx.logaddexp)
-    logsumexp = staticmethod(mx.logsumexp)
-    maximum = staticmethod(mx.maximum)
-    minimum = staticmethod(mx.minimum)
-    nan_to_num = staticmethod(mx.nan_to_num)
-    round = staticmethod(mx.round)
+class MlxOps(Ops, library=mx):
     softplus = staticmethod(lambda x: mx.logaddexp(0.0, x))
-    sqrt = staticmethod(mx.sqrt)
-    stack = staticmethod(mx.stack)
-    tanh = staticmethod(mx.tanh)
-    where = staticmethod(mx.where)
-    zeros_like = staticmethod(mx.zeros_like)
     norms = staticmethod(lambda x: mx.sqrt((x * x).sum(axis=-1)))
-    sigmoid = staticmethod(mx.sigmoid)
     softmax = staticmethod(lambda x: mx.softmax(x, axis=-1))
-    finfo = staticmethod(mx.finfo)
     kernels_of = staticmethod(kernels_of)
     dtypes, gpu_family = DTYPES, "metal"
     keeps_views = False  # the next write would copy the whole pool

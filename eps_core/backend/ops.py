@@ -19,8 +19,21 @@ Summary = dict[str, Array]
 Score = tuple[Array, Array | None, Array | None]
 
 
+# operations that both libraries have under these names
+ALIKE = (
+    "abs", "broadcast_to", "ceil", "clip", "concatenate", "exp", "expm1", "finfo", "floor", "isfinite", "isnan", "log",
+    "logaddexp", "logsumexp", "maximum", "minimum", "nan_to_num", "round", "sigmoid", "sqrt", "stack", "tanh", "where",
+    "zeros_like",
+)  # fmt: skip
+
+
 class Ops(ABC):
     """The operations of one array library, which a backend fills in, and numbers that all methods make of them."""
+
+    def __init_subclass__(cls, library: Any) -> None:
+        """Takes the operations of `ALIKE` from a library."""
+        for name in ALIKE:
+            setattr(cls, name, staticmethod(getattr(library, name)))
 
     abs: Callable[..., Array]
     broadcast_to: Callable[..., Array]
