@@ -105,36 +105,27 @@ SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "
 
 
 def write(path: Path, **config: Any) -> Path:
-    """A folder with a byte tokenizer that begins every text with <s>, and a tokenizer_config.json."""
-    path.mkdir(exist_ok=True)
-    tiny_models.save_tokenizer(path / "tokenizer.json")
-    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    """A model with a byte tokenizer that begins every text with <s>, and a tokenizer_config.json."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_models.saved("llama2") / "tokenizer.json"))
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    tokenizer.save(str(path / "tokenizer.json"))
     common = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(common | config))
-    return path
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return tiny_models.save_model("llama2", tmp_path / "model")
+    return tiny_models.changed(path, "llama2", files={"tokenizer_config.json": common | config}, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("form", ["text", "list", "file", "object of a token"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_are_those_of_transformers(name: str, form: str, model: Path) -> None:
+def test_prompts_are_those_of_transformers(name: str, form: str, tmp_path: Path) -> None:
     template = TEMPLATES[name]
     config: dict[str, Any] = {"chat_template": template}
     if form == "list":
         config = {"chat_template": [{"name": "tool_use", "template": "?"}, {"name": "default", "template": template}]}
     elif form == "file":
         config = {"chat_template": "not this one"}
-        (model / "chat_template.jinja").write_text(template)
+        (tmp_path / "chat_template.jinja").write_text(template)
     elif form == "object of a token":
         config["bos_token"] = {"__type": "AddedToken", "content": "<s>", "special": True, "lstrip": False}
-    write(model, **config)
+    model = write(tmp_path, **config)
     theirs = AutoTokenizer.from_pretrained(model)
     messages = [{"role": "user", "content": MESSAGE}]
     assert render(model, MESSAGE) == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -184,8 +175,8 @@ def test_a_template_that_is_none_is_one_line(config: dict, says: tuple[str, ...]
     assert_refused(lambda: render(tmp_path, "hello"), str(tmp_path), *says)
 
 
-def test_run_puts_the_prompt_into_the_template(model: Path) -> None:
-    write(model, chat_template=MISTRAL)
+def test_run_puts_the_prompt_into_the_template(tmp_path: Path) -> None:
+    model = write(tmp_path, chat_template=MISTRAL)
     common = ("--model", model, "--backend", "numpy", "--max-new-tokens", 3)
     chat = call("run", *common, "--prompt", "hello", "--chat")
     assert chat.returncode == 0, chat.stderr

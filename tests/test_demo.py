@@ -1,6 +1,5 @@
 """`scripts/demo.py`: two answers of a chat model beside what they read; and how a model is fetched for it."""
 
-import json
 import subprocess
 import sys
 import time
@@ -28,11 +27,13 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import get_model
 
     monkeypatch.setenv("EPS_MODEL_CACHE", str(tmp_path / "models"))
-    folder = tiny_models.save_model("llama2", get_model.model_folder(demo.MODEL))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    known = replace(get_model.MODELS[demo.MODEL], num_layers=config["num_hidden_layers"])
+    tiny_models.changed(
+        get_model.model_folder(demo.MODEL),
+        "llama2",
+        config={"max_position_embeddings": 2048},
+        files={"tokenizer_config.json": {"chat_template": TEMPLATE}},
+    )
+    known = replace(get_model.MODELS[demo.MODEL], num_layers=tiny_models.COMMON["num_hidden_layers"])
     monkeypatch.setitem(get_model.MODELS, demo.MODEL, known)
     monkeypatch.setattr(demo, "document", lambda: "It was a dark and stormy night; the rain fell in torrents.\n" * 24)
     monkeypatch.setattr(demo, "QUESTION", QUESTION)

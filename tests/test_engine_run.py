@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 from command import last, lines_of, outcome, refused
 
 from eps_core.config.eps import EpsConfig
@@ -86,13 +87,8 @@ def test_a_prompts_chunk_of_one_token_is_no_step(engine: str, model: Path, tmp_p
 def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: Path) -> None:
     line = ["run", "--model", str(model), "--engine", engine, "--prompt", PROMPT, *SETTINGS[:-1]]
     said = last(outcome([*line, "--no-stop"], tmp_path))["dense"]["tokens"]
-    config = json.loads((model / "config.json").read_text())
-    stopping = tmp_path / "stopping"
-    stopping.mkdir()
-    for file in model.iterdir():
-        (stopping / file.name).write_bytes(file.read_bytes())
-    (stopping / "generation_config.json").unlink(missing_ok=True)
-    (stopping / "config.json").write_text(json.dumps(config | {"eos_token_id": said[2]}))
+    ends = {"eos_token_id": said[2]}
+    stopping = tiny_models.changed(tmp_path / "stopping", MODEL, "generation_config.json", config=ends)
     line[2] = str(stopping)
     assert last(outcome(line, tmp_path))["dense"]["tokens"] == said[: said.index(said[2]) + 1]
     # one of several that ends: with everything visited both sides read the same, whatever the engine computed ahead

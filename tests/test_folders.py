@@ -2,9 +2,9 @@
 is, with the way out, before anything is loaded or compiled."""
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,23 +34,8 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Write:
-    """Returns a function that writes a tiny model: without some files, with other content of some (an object is JSON),
-    and with other fields in config.json."""
-    made = tiny_models.save_model("llama2-bf16-sharded", tmp_path / "made")
-
-    def write(*without: str, config: dict[str, Any] | None = None, files: dict[str, Any] | None = None) -> Path:
-        path = shutil.copytree(made, tmp_path / "model")
-        for pattern in without:
-            for file in path.glob(pattern):
-                file.unlink()
-        if config is not None:
-            file = path / "config.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | config))
-        for name, content in (files or {}).items():
-            (path / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-        return path
-
-    return write
+    """Returns a function that writes a tiny model, changed."""
+    return partial(tiny_models.changed, tmp_path / "model", "llama2-bf16-sharded")
 
 
 def refused_everywhere(path: Path, *says: str, engines: tuple[str, ...] = ENGINES) -> None:

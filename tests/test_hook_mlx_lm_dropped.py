@@ -3,12 +3,12 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import mlx_lm
 import pytest
 import tiny_models
 from command import outcome
+from tiny_models import changed
 
 from eps_core.errors import ConfigError
 from eps_core.integrations.settings import Settings
@@ -18,16 +18,8 @@ from eps_mlx.integrations.mlx_lm.hook import Hook
 
 RQ = Settings.of({"method": "rq"})
 # transformers writes rope_parameters, which mlx-lm's Llama and Qwen2 do not read
+OTHER_BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 SCALED = ("llama3.1-tied-sharded", "llama2-linear-biased", "qwen2-yarn")
-
-
-def saved(name: str, path: Path, **changes: Any) -> Path:
-    """A tiny model whose config.json is changed; None: the key is left out."""
-    tiny_models.save_model(name, path)
-    config = json.loads((path / "config.json").read_text()) | changes
-    kept = {key: value for key, value in config.items() if value is not None}
-    (path / "config.json").write_text(json.dumps(kept))
-    return path
 
 
 def opened(path: Path) -> None:
@@ -36,7 +28,7 @@ def opened(path: Path) -> None:
 
 @pytest.mark.parametrize("name", SCALED)
 def test_rotary_embeddings_that_mlx_lm_drops_are_refused_and_the_fix_works(name: str, tmp_path: Path) -> None:
-    path = saved(name, tmp_path / name, tie_word_embeddings=name.endswith("tied-sharded"))
+    path = changed(tmp_path / name, name, config={"tie_word_embeddings": name.endswith("tied-sharded")})
     with pytest.raises(ConfigError, match=r"does not turn keys as config\.json says") as error:
         opened(path)
     line = str(error.value)
@@ -52,14 +44,14 @@ def test_scaling_that_mlx_lm_reads_and_computes_otherwise_is_refused(tmp_path: P
     """YaRN that is not truncated."""
     scaling = {**tiny_models.YARN_SCALING, "truncate": False}
     theta = scaling.pop("rope_theta")
-    path = saved("qwen2-yarn", tmp_path / "m", rope_parameters=None, rope_theta=theta, rope_scaling=scaling,
-                 tie_word_embeddings=False)  # fmt: skip
+    config = {"rope_parameters": None, "tie_word_embeddings": False}
+    path = changed(tmp_path / "m", "qwen2-yarn", config=config | {"rope_theta": theta, "rope_scaling": scaling})
     with pytest.raises(ConfigError, match=r"with yarn scaling .*: use --engine transformers$"):
         opened(path)
 
 
 def test_a_base_that_mlx_lm_drops_is_named(tmp_path: Path) -> None:
-    path = saved("llama2", tmp_path / "m", rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    path = changed(tmp_path / "m", "llama2", config=OTHER_BASE)
     line = (
         r"base 10,000 and should have base 1,000,000 .*rope_theta.*add \"rope_theta\": 1000000\.0 to its config\.json$"
     )
@@ -74,27 +66,27 @@ def test_a_base_that_mlx_lm_drops_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama2", "qwen3", "llama2-dynamic"])
 def test_what_is_read_is_not_refused(name: str, tmp_path: Path) -> None:
     rope = {"rope_theta": 1e4, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}} if "dynamic" in name else {}
-    opened(saved(name, tmp_path / "m", **rope))
+    opened(changed(tmp_path / "m", name, config=rope))
 
 
 def test_an_output_head_that_mlx_lm_drops_is_refused(tmp_path: Path) -> None:
-    path = saved("llama2", tmp_path / "m", tie_word_embeddings=None)
+    path = changed(tmp_path / "m", "llama2", config={"tie_word_embeddings": None})
     with pytest.raises(ConfigError, match=r'drops the output head .*add "tie_word_embeddings": false to its config'):
         opened(path)
-    opened(saved("llama2", tmp_path / "n", tie_word_embeddings=False))
+    opened(changed(tmp_path / "n", "llama2", config={"tie_word_embeddings": False}))
 
 
 def test_a_sliding_window_that_mlx_lm_drops_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = saved("mistral", tmp_path / "m", sliding_window=64, tie_word_embeddings=False)
+    path = changed(tmp_path / "m", "mistral", config={"sliding_window": 64, "tie_word_embeddings": False})
     with caplog.at_level(logging.WARNING, "eps"):
         opened(path)
     assert "sliding window of 64 tokens (layers 0-1)" in caplog.text and "attends everything" in caplog.text
     caplog.clear()
-    opened(saved("mistral", tmp_path / "n", sliding_window=None, tie_word_embeddings=False))
+    opened(changed(tmp_path / "n", "mistral", config={"sliding_window": None, "tie_word_embeddings": False}))
     assert not caplog.records
 
 
 def test_off_leaves_mlx_lm_as_it_is(tmp_path: Path) -> None:
-    path = saved("llama2", tmp_path / "m", rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    path = changed(tmp_path / "m", "llama2", config=OTHER_BASE)
     model, _, config = mlx_lm.load(str(path), return_config=True)  # type: ignore[misc]
     Hook(model, Settings(), str(path), config=config).close()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -25,19 +26,13 @@ NAME = "org/tiny-model"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sharded model beside which lies what nobody needs to fetch."""
-    path = tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("model") / "files")
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
-    (path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
-    for name in (
-        "README.md",
-        "pytorch_model.bin",
-        "consolidated.safetensors",
-        "original/params.json",
-        "tokenizer.model",
-    ):
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_bytes(b"not needed")
-    return path
+    unneeded = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "original/params.json", "tokenizer.model")
+    files: dict[str, Any] = {
+        "tokenizer_config.json": {"chat_template": "{{ messages[0].content }}!"},
+        "special_tokens_map.json": {"bos_token": "<s>"},
+    }
+    files |= dict.fromkeys(unneeded, b"not needed")
+    return tiny_models.changed(tmp_path_factory.mktemp("model") / "files", "llama2-bf16-sharded", files=files)
 
 
 def cached(model: Path, cache: Path, **refs: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 from command import call, last, lines_of, outcome, refused
 from test_cli import PROGRESS, PROMPT, RESULT_KEYS
 
@@ -58,18 +59,14 @@ def test_each_prompt_of_a_batch_is_what_it_is_alone(target: tuple, model: Path) 
     assert all("sequences" not in one for one in alone)
 
 
-def test_prompts_that_stop_apart_are_compared_where_both_speak(model: Path) -> None:
+def test_prompts_that_stop_apart_are_compared_where_both_speak(model: Path, tmp_path: Path) -> None:
     """One leaves the batch at its stop token; the divergence follows the dense tokens of each."""
     target = (load_backend("numpy"), "cpu")
     free, _ = decode(target, model, RAGGED, stop=False)
     tokens = [one["dense_tokens"] for one in free["sequences"]]
     stop = next(token for token in tokens[0][1:4] if token not in tokens[0][:1] and token not in tokens[2])
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": stop}))
-    try:
-        result, _ = decode(target, model, RAGGED, kl=True)
-    finally:
-        (model / "config.json").write_text(json.dumps(config))
+    stopping = tiny_models.changed(tmp_path / "stopping", "mistral", config={"eos_token_id": stop})
+    result, _ = decode(target, stopping, RAGGED, kl=True)
     said = [one["dense_tokens"] for one in result["sequences"]]
     assert said[0] == tokens[0][: tokens[0].index(stop) + 1] and len(said[0]) < 6 and said[2] == tokens[2]
     assert result["kl_max"] >= result["kl_mean"] >= 0

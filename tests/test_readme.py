@@ -174,9 +174,7 @@ MAX_CONTEXT = 4096
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the READMEs' commands find what they name: DIR, a model of 4,096 tokens, and the user's files."""
     root = tmp_path_factory.mktemp("readme")
-    model = tiny_models.save_model("llama2", root / "DIR")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_CONTEXT}))
+    tiny_models.changed(root / "DIR", "llama2", config={"max_position_embeddings": MAX_CONTEXT})
     (root / "long.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 30)
     sample = {
         "input": "Who fell?", "context": "The rain fell in torrents. " * 100, "answers": ["the rain"], "length": 500,

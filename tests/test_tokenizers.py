@@ -1,7 +1,6 @@
 """What transformers makes of a folder's tokenizer files beyond tokenizer.json: special tokens, the behaviour of a
 tokenizer class, truncation, and the tokens that end a text. The same ids, from the same folder."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -58,19 +57,12 @@ def sentencepiece() -> tokenizers.Tokenizer:
 @pytest.fixture
 def folder(tmp_path: Path) -> Write:
     """Returns a function that writes config.json, tokenizer.json and what else is named, an object as JSON."""
-    made = tiny_models.save_model("llama2", tmp_path / "model")
 
     def write(
         tokenizer: tokenizers.Tokenizer | None = None, config: dict[str, Any] | None = None, **files: Any
     ) -> Path:
-        if tokenizer is not None:
-            tokenizer.save(str(made / "tokenizer.json"))
-        values = json.loads((made / "config.json").read_text()) | (config or {})
-        values = {key: value for key, value in values.items() if value != "absent"}
-        (made / "config.json").write_text(json.dumps(values))
-        for name, content in files.items():
-            (made / f"{name}.json").write_text(json.dumps(content))
-        return made
+        named = {f"{name}.json": content for name, content in files.items()}
+        return tiny_models.changed(tmp_path / "model", "llama2", config=config, files=named, tokenizer=tokenizer)
 
     return write
 
@@ -143,7 +135,7 @@ CLASSES = {
 def test_a_class_does_what_it_does_in_transformers(name: str, folder: Write, capsys: pytest.CaptureFixture) -> None:
     make, family, kind = CLASSES[name]
     config = {} if kind is None else {"tokenizer_class": kind}
-    path = folder(make(), {"model_type": family, "architectures": "absent"}, tokenizer_config=config)
+    path = folder(make(), {"model_type": family, "architectures": None}, tokenizer_config=config)
     check_ids(path)
     assert not [line for line in capsys.readouterr().err.splitlines() if "not reproduced" in line]
 
@@ -202,7 +194,7 @@ ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
 def test_without_an_id_the_tokenizer_says_what_ends_a_text(name: str, folder: Write) -> None:
     """As mlx-lm takes it; a chat would go on and answer itself."""
     config, special, ends = ENDS[name]
-    path = folder(None, {"eos_token_id": "absent"}, tokenizer_config=config, special_tokens_map=special)
+    path = folder(None, {"eos_token_id": None}, tokenizer_config=config, special_tokens_map=special)
     (path / "generation_config.json").unlink(missing_ok=True)
     assert read_spec(path).eos_token_ids == read_limits(path)[1] == ends
     assert Session.open(path, "numpy").spec.eos_token_ids == ends
@@ -213,7 +205,7 @@ def test_without_an_id_the_tokenizer_says_what_ends_a_text(name: str, folder: Wr
 def test_the_server_of_transformers_ends_there_too(folder: Write) -> None:
     from eps_cuda.integrations.transformers.server import set_ends
 
-    path = folder(None, {"eos_token_id": "absent"}, tokenizer_config={"eos_token": "</s>"})
+    path = folder(None, {"eos_token_id": None}, tokenizer_config={"eos_token": "</s>"})
     (path / "generation_config.json").unlink(missing_ok=True)
     model = AutoModelForCausalLM.from_pretrained(path)
     assert model.generation_config.eos_token_id is None

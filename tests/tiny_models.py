@@ -4,6 +4,8 @@
 not hidden / heads.
 """
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -177,6 +179,31 @@ def save_model(name: str, path: Path, seed: int = 0, change: Callable[[Any], Non
 def saved(name: str) -> Path:
     """The directory of the named model, written once."""
     return save_model(name, Path(_ROOT.name) / name)
+
+
+def changed(
+    path: Path,
+    name: str,
+    *without: str,
+    config: dict[str, Any] | None = None,
+    files: dict[str, Any] | None = None,
+    tokenizer: tokenizers.Tokenizer | None = None,
+) -> Path:
+    """Writes a copy of the named model without the files of some patterns and with other values in config.json (None:
+    without the key), other files (an object is JSON) and another tokenizer; returns `path`."""
+    shutil.copytree(saved(name), path, dirs_exist_ok=True)
+    for file in [file for pattern in without for file in path.glob(pattern)]:
+        file.unlink()
+    if config is not None:
+        values = json.loads((path / "config.json").read_text()) | config
+        kept = {key: value for key, value in values.items() if config.get(key, key) is not None}
+        files = {"config.json": kept} | (files or {})
+    for file, content in (files or {}).items():
+        (path / file).parent.mkdir(exist_ok=True)
+        (path / file).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    if tokenizer is not None:
+        tokenizer.save(str(path / "tokenizer.json"))
+    return path
 
 
 def save_tokenizer(file: Path) -> None:
