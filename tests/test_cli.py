@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -160,17 +159,6 @@ def test_off_is_a_run_without_eps(run: Any, tmp_path: Path) -> None:
     first, *steps, last = lines_of(tmp_path / "m.jsonl")
     assert first["config"]["method"] == "off" and last["dense"] is None
     assert all(step["bytes_summary_read"] == 0 == step["pages_skipped"] for step in steps)
-
-
-def test_stop_tokens_end_a_run_unless_told_otherwise(run: Any, model: Path, tmp_path: Path) -> None:
-    tokens = run()["tokens"]
-    stopping = shutil.copytree(model, tmp_path / "stopping")
-    config = json.loads((stopping / "config.json").read_text())
-    (stopping / "config.json").write_text(json.dumps({**config, "eos_token_id": [tokens[1]]}))
-    (stopping / "generation_config.json").unlink(missing_ok=True)
-    end = tokens.index(tokens[1]) + 1
-    assert run("--model", stopping)["tokens"] == tokens[:end] == run("--model", stopping, "--stop")["tokens"]
-    assert run("--model", stopping, "--no-stop")["tokens"] == tokens
 
 
 def test_the_demo_answers_its_needle_with_eps_on() -> None:

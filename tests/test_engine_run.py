@@ -90,7 +90,9 @@ def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: 
     ends = {"eos_token_id": said[2]}
     stopping = tiny_models.changed(tmp_path / "stopping", MODEL, "generation_config.json", config=ends)
     line[2] = str(stopping)
-    assert last(outcome(line, tmp_path))["dense"]["tokens"] == said[: said.index(said[2]) + 1]
+    own = [*line[:3], "--backend", "numpy", *line[5:], "--stop"]
+    for each in (line, own):
+        assert last(outcome(each, tmp_path))["dense"]["tokens"] == said[: said.index(said[2]) + 1]
     # one of several that ends: with everything visited both sides read the same, whatever the engine computed ahead
     (tmp_path / "two.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in ("b" * 70, PROMPT)))
     line[line.index("--prompt") : line.index("--prompt") + 2] = ["--prompt-file", "two.jsonl"]
