@@ -162,6 +162,8 @@ def test_a_text_is_fed_token_by_token_and_compared_with_dense(session: Session) 
     logits = [run_batch(session, [document], {0: one}, [prefix])[0].logits for one in (EpsConfig(), CONFIGS["box"])]
     log_p, log_q = (x[3, 0].astype(float) - np.logaddexp.reduce(x[3, 0].astype(float)) for x in logits)
     assert outcomes["some"].kl[3, 0] == pytest.approx((np.exp(log_p) * (log_p - log_q)).sum(), rel=1e-6)
+    dense_says, some_say = (x[:, 0].argmax(axis=1) for x in logits)
+    assert (outcomes["some"].agree[:, 0] == (dense_says == some_say)).all()
 
 
 def test_bytes_are_the_steps_own(session: Session) -> None:
