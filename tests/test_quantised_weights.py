@@ -10,14 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny_models
-import torch
 from test_model import TOLERANCE, assert_close, load, run
 from tiny_models import tokens_of
 
 from eps_core.config.cache import DTYPE_BYTES
 from eps_core.decode.forward import Decoder
 from eps_core.decode.quantised_weights import GROUP_SIZES, HEAD, group_size, quantised_layers
-from eps_core.errors import ConfigError
 from eps_core.load import load_backend
 from eps_core.models.config import read_spec
 from eps_core.models.weights import weight_names
@@ -280,18 +278,3 @@ def test_rows_that_no_group_divides_keep_full_weights(
         for one, model in ((target, drafts), (target, model), ((load_backend("numpy"), "cpu"), judge))
     )
     assert_are_the_oracles(target, "float32", bits, logits, expected, full)
-
-
-def test_a_model_without_any_fit_layer_is_refused(target: tuple, saved: Callable) -> None:
-    backend, device = target
-    model = odd_model(backend, device, saved("llama2"), hidden_size=48, intermediate_size=80, head_dim=12)
-    with pytest.raises(ConfigError, match="rows have 48, 80: use full weights"):
-        model.quantised(8)
-
-
-def test_torch_on_a_gpu_is_refused_before_anything_is_packed(saved: Callable) -> None:
-    model: Any = load((load_backend("cuda"), "cpu"), saved("llama2")).model
-    model.device = "cuda"
-    with pytest.raises(ConfigError, match="on cuda: use full weights"):
-        model.quantised(4)
-    assert not model.packed and torch.is_tensor(model.weights["layers.0.q"])
