@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures EPS and its peers on real pretrained models: KL against bytes at five cells, 8 documents of 64 steps each,
 # then look-ups and verified decoding.
-# Some hours on 2 idle cores (the cell of 32,768 tokens alone prefills for ten minutes a document). Documents that are
+# Some hours on 2 idle cores (the cell of 32,768 tokens alone prefills for some minutes a document). Documents that are
 # in real.jsonl.gz are not measured again, so it goes on where it was stopped. Prints the tables at its end;
 # scripts/tables.py writes them into the pages of results/.
 # Usage: [EPS_REAL_QUICK=1] scripts/real.sh [output folder, default results]

@@ -3,7 +3,7 @@
 # dense attention, how cost grows from 4k to 128k, a whole decode step of SmolLM2 at 8,000 tokens.
 # About 10 minutes on 2 idle cores; times are of this machine alone.
 # Usage: scripts/speed.sh [output folder, default results]
-# With EPS_SPEED_LONG=1 also a whole step of Qwen2.5-Coder-0.5B at 32,000 tokens, whose prefill takes 5 to 10 minutes.
+# With EPS_SPEED_LONG=1 also a whole step of Qwen2.5-Coder-0.5B at 32,000 tokens, whose prefill takes some minutes.
 # (MLX takes no part in whole steps: its Linux build needs a quarter of an hour to prefill 32k tokens.)
 set -euo pipefail
 . "$(dirname "$0")/help.sh"

@@ -1,4 +1,4 @@
-"""Fourteen configurations of a decode whose logits, selections and bytes are kept in golden/decode.json, as the float64
+"""Sixteen configurations of a decode whose logits, selections and bytes are kept in golden/decode.json, as the float64
 reference computes them. `measure` runs one of them on any backend and kernels, `differences` says where two differ.
 
 Weights and tokens are numpy's draws, and every token is given, so that no choice of a token changes what follows it.
@@ -59,6 +59,7 @@ CONFIGS = {
     "off": Golden(eps("off")),
     "rq": Golden(eps("rq")),
     "rq-one-stage-g8": Golden(eps("rq", group_size=8, mean_bits=8, cascade=(), rescore=0.0)),
+    "rq-two-stages-refine": Golden(eps("rq", cascade=(0.5, 0.3), rescore=0.25, budget=0.1)),
     "rq-sum": Golden(eps("rq", combine="sum", budget=0.1)),
     "rq-every-head": Golden(eps("rq", mean_tokens=32), model="llama2"),
     "rq-strict": Golden(eps("rq", bound_bits=8, strict=True, epsilon=0.1, budget=0.1)),
@@ -66,6 +67,7 @@ CONFIGS = {
     "rq-k8-v4": Golden(eps("rq", group_size=1), kv_dtype="bfloat16", kv_bits=(8, 4)),
     "rq-nvfp4-fp8": Golden(eps("rq"), kv_dtype="bfloat16", kv_bits=("nvfp4", "fp8")),
     "box-union-g16": Golden(eps("box", group_size=16, scope="union")),
+    "moments": Golden(eps("moments", group_size=8)),
     "jl-threshold": Golden(eps("jl", policy="threshold", top_pages=6)),
     "meanstd-every-head": Golden(eps("meanstd", group_size=2), model="llama2"),
     "norm": Golden(eps("norm")),

@@ -166,10 +166,12 @@ CASES = [
     Case((150, 37), eps("norm", scope="union"), num_heads=6, num_kv_heads=3, kind="equal"),
     Case((310, 100), eps("rq", rescore=0.2, budget=0.1), num_heads=6, dtype="bfloat16", head_dim=64, chunk=150),
     Case((300,), eps("rq", policy="threshold", top_pages=5), num_heads=2, kind="ties"),
+    Case((290, 200), eps("ball", group_size=48, budget=0.2)),
     Case((131, 70), eps("meanstd", group_size=5, block_size=5), chunk=64),
     Case((290, 73), eps("meanstd", group_size=3, block_size=12), scale_q=0.1),
     Case((200, 33), eps("moments", group_size=1, block_size=32), dtype="float16"),
     Case((300, 61), eps("box", group_size=64, budget=0.2), num_heads=8, num_kv_heads=1),
+    Case((150, 120), eps("moments", scope="union", budget=0.1), num_heads=3, num_kv_heads=3),
     Case((190, 128), eps("ball", min_context=150), kind="outlier"),
     # K and V as codes
     Case((150, 37), eps("off"), bits=(8, 4), num_heads=8, num_kv_heads=1),

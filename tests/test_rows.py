@@ -12,6 +12,7 @@ from eps_core.attention.layer import attend_prefill
 from eps_core.backend import attention
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
+from eps_core.cpu import kernels
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 
@@ -88,27 +89,37 @@ PREFILLED = [
     Case((530,), (217,), num_heads=9, num_kv_heads=3, head_dim=64, dtype="bfloat16", block_size=64),
     Case((900,), (400,), num_heads=2, num_kv_heads=2, head_dim=32),  # two blocks
     Case((70,), (1,)),
+    Case((200,), (90,), num_heads=6, num_kv_heads=3, head_dim=33, dtype="float16"),
     Case((290,), (150,), num_heads=8, num_kv_heads=1, head_dim=64, block_size=64, bits=(8, 4)),
 ]
 
 
+PROMPTS = [(case, dtype) for case in PREFILLED for dtype in sorted({"float32", case.dtype})]
+
+
 @pytest.mark.kernels("numba", arrays=False)
-@pytest.mark.parametrize("case", PREFILLED, ids=str)
-def test_a_chunk_of_a_prompt(target, case) -> None:
-    """Block by block by kernels, whose bits of a token do not depend on how the prompt is cut."""
+@pytest.mark.parametrize(("case", "dtype"), PROMPTS, ids=str)
+def test_a_chunk_of_a_prompt(target, case, dtype, monkeypatch) -> None:
+    """Block by block by kernels, whose bits of a token do not depend on how the prompt is cut; in a table that goes on
+    behind the prompt, in tasks that are merged."""
     backend, device = target
+    monkeypatch.setattr(kernels, "PREFILL_TASK_TOKENS", 128)
+    monkeypatch.setattr(kernels, "PREFILL_ROWS", 150)
     filled = Filled(backend, device, case, np.random.default_rng(1))
     (length,), (num_rows,) = case.lengths, case.num_rows
-    q = query(case, filled.rng, dtype=case.dtype)
+    q, table = query(case, filled.rng, dtype=dtype), np.append(filled.table[0], np.full(3, -1, np.int32))
+    filled.hide(np.repeat(filled.plan.inside[:, None], case.num_kv_heads, axis=1))
 
     def outputs(first: int) -> np.ndarray:
-        asked = backend.from_numpy(q[first:], case.dtype, device)
-        return backend.to_numpy(attend_prefill(backend, filled.cache, 0, asked, filled.table[0], length))
+        asked = backend.from_numpy(q[first:], dtype, device)
+        return backend.to_numpy(attend_prefill(backend, filled.cache, 0, asked, table, length))
 
     got, want = outputs(0), reference.attend_rows(filled.judge, 0, q.astype(np.float64), filled.rows())
-    check_state(case, q, case.dtype, (got, want.lse.astype(np.float32)), (want.out, want.lse))
+    check_state(case, q, dtype, (got, want.lse.astype(np.float32)), (want.out, want.lse))
     for first in {1, 37, num_rows // 2, num_rows - 1} & set(range(num_rows)):
         np.testing.assert_array_equal(outputs(first), got[first:])
+    with pytest.raises(ValueError, match=f"{num_rows} tokens of 100000 in a table of"):
+        attend_prefill(backend, filled.cache, 0, backend.from_numpy(q, dtype, device), table, 100_000)
 
 
 def check_fetched(filled: Filled, rows: Rows) -> None:

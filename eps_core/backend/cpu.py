@@ -13,6 +13,7 @@ from eps_core.backend.summaries.rq import stored_means
 from eps_core.config.cache import CacheConfig
 from eps_core.cpu import calls, kernels, write
 from eps_core.cpu.calls import Chosen, Host
+from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import part_dims
@@ -78,10 +79,19 @@ class CpuKernels:
             return self.ops.cast(self.array(out), q.dtype), self.array(lse)
 
     def attend_prefill(self, cache: Any, layer: int, q: Array, table: np.ndarray, length: int) -> Array:
-        """See `attention.layer.attend_prefill`: attention of rows, block by block of the chunk."""
+        """See `attention.layer.attend_prefill`: attention of rows, block by block of the chunk. Raises ValueError for q
+        that does not fit the cache, or more tokens than the table holds."""
+        check_query(cache.spec, q.shape)
+        held = len(table) * cache.cache_config.unit_tokens
+        if not len(q) <= length <= held:
+            raise ValueError(f"{len(q)} tokens of {length} in a table of {held}")
         block_rows = max(kernels.PREFILL_LANES * cache.spec.num_kv_heads // q.shape[1], 1)
-        rows = Rows.in_blocks(table, length, len(q), block_rows)
-        return self.attend_rows(cache, layer, q, rows, task_tokens=kernels.PREFILL_TASK_TOKENS).out
+        outs = []
+        for start in range(0, len(q), kernels.PREFILL_ROWS):
+            piece = q[start : start + kernels.PREFILL_ROWS]
+            rows = Rows.in_blocks(table, length - len(q) + start + len(piece), len(piece), block_rows)
+            outs.append(self.attend_rows(cache, layer, piece, rows, task_tokens=kernels.PREFILL_TASK_TOKENS).out)
+        return outs[0] if len(outs) == 1 else self.ops.concatenate(outs)
 
     def attend_rows(
         self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None, **more: int

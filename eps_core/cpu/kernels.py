@@ -21,8 +21,9 @@ from eps_core.kv_cache.step_plan import StepPlan
 
 Run = Callable[..., None]
 # of attention of a few rows, and of a prompt's blocks, about: fixed, so that the bits of a row are
-ROWS_TASK_TOKENS, PREFILL_TASK_TOKENS = 1024, 16384
+ROWS_TASK_TOKENS, PREFILL_TASK_TOKENS = 1024, 8192
 PREFILL_LANES = 384  # query heads times tokens of a block of a prompt, whose sums stay in a thread's second cache
+PREFILL_ROWS = 2048  # tokens of a prompt at a time: what tasks leave takes as much memory as their queries, each
 
 
 class FusedOutput(NamedTuple):

@@ -37,8 +37,8 @@ def disagreement(
     verified: bool = False,
 ) -> str | None:
     """Return how kernels and array operations differ over one layer of `spec`'s shape, in a few words; None where they
-    agree. An exception of the kernels is a difference too. `progress(done, total, part)` is told before each part. What
-    only verified decoding uses is compiled and compared where it is `verified`: it takes as long as the rest."""
+    agree. An exception of the kernels is a difference too. `progress(done, total, part)` is told before each part. A
+    verify pass is compared where decoding is `verified`."""
     length = TOKENS + (1 if config.cache_config.S > 1 else 0)
     units = -(-length // config.cache_config.unit_tokens)
     one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)

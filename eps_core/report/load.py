@@ -57,7 +57,8 @@ def _load(results: Results, name: str, path: Path) -> dict[str, int]:
         try:
             line, faults = clean(current(line))
         except ConfigError as error:
-            raise ConfigError(f"{name}, line {number}: {error}") from None
+            notes.append(f"{name}, line {number}: {error}, left out")
+            continue
         notes += [f"{name}, line {number}: {fault}, left out" for fault in faults]
         kind = line.get("type") or "(no type)"
         counts[kind] += 1

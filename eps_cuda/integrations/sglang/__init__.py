@@ -13,6 +13,7 @@ from pathlib import Path
 from eps_core.errors import one_line
 from eps_core.integrations.settings import PREFIX, Settings, from_environment, to_environment
 from eps_core.integrations.versions import check_version
+from eps_core.io.schema import REMOVED, SETTINGS
 from eps_cuda.device import devices
 from eps_cuda.integrations.sglang.asked import HOOKED, asked
 
@@ -43,7 +44,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
     check_version("sglang")
     # where the variable is empty, SGLang loads all plugins and vLLM none; SGLang strips spaces
     check_plugin("SGLang", "sglang.srt.plugins", os.environ.get("SGLANG_PLUGINS", "").replace(" ", "") or None)
-    for name in from_environment():
+    for name in (*from_environment(), *SETTINGS, *REMOVED):
         os.environ.pop(PREFIX + name.upper(), None)
     os.environ.update(to_environment(settings))
     has_gpu = bool(devices()[1:])

