@@ -24,7 +24,6 @@ from eps_core.attention import kernels as choices
 from eps_core.attention.kernels import _name_fallback
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu import attend, calls, openmp
-from eps_core.cpu import kernels as kernels_cpu
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.reference import selection as oracle_selection
@@ -154,8 +153,10 @@ def test_calls_from_several_threads(backend):
     host, right = calls.Host(kernels.host), []
 
     def results(q):
-        out, _ = kernels_cpu.attend(s.cache, 0, q, s.plan, None, host, kernels.run)
-        estimate, _ = kernels_cpu.score(s.cache, 0, q, s.plan, host, kernels.run)
+        attending, (out, _) = calls.attending(s.cache, 0, q, s.plan, None, host)
+        estimate = np.empty((len(q), s.case.num_kv_heads, s.plan.num_groups), np.float32)
+        for call in (attending, calls.scoring(s.cache, 0, q, s.plan, host, estimate)):
+            kernels.run(call.kernel, call.phases, *call.args)
         return out, estimate
 
     queries = [s.q * np.float32(factor) for factor in (1, -1, 0.5, 2)]

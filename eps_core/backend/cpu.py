@@ -12,7 +12,7 @@ from eps_core.backend.ops import Ops
 from eps_core.backend.summaries.rq import stored_means
 from eps_core.config.cache import CacheConfig
 from eps_core.cpu import calls, kernels, write
-from eps_core.cpu.calls import Chosen, Host
+from eps_core.cpu.calls import Call, Chosen, Host
 from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
@@ -31,7 +31,7 @@ class CpuKernels:
         return self.ops.place(cache)
 
     def host(self, array: Array) -> np.ndarray:
-        """Return the array's own memory, contiguous; bfloat16 as uint16."""
+        """Return the array's own memory; bfloat16 as uint16."""
         raise NotImplementedError
 
     def array(self, array: np.ndarray) -> Array:
@@ -52,30 +52,38 @@ class CpuKernels:
 
     def score(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
         with self.place(cache):
-            query = self.host(self.ops.float32(q))
-            estimate, num_missing = kernels.score(cache, layer, query, plan, self.pools(cache), self.run)
-            return Scores(self.array(estimate), None, None, num_missing, kernels=cache.kernels)
+            query = self._query(q)
+            estimate = np.empty((len(query), cache.spec.num_kv_heads, plan.num_groups), np.float32)
+            self._run(calls.scoring(cache, layer, query, plan, self.pools(cache), estimate))
+            missing = plan.num_missing(cache.state[layer])
+            return Scores(self.array(estimate), None, None, missing, kernels=cache.kernels)
 
     def select(self, scores: Scores, plan: StepPlan, layer: int = 0) -> Selection:
-        return self.selection(kernels.select(plan, self.host(scores.estimate), scores.num_missing, self.run))
+        call, chosen = calls.choosing(plan, self.host(scores.estimate), scores.num_missing)
+        self._run(call)
+        return self.selection(chosen)
 
     def attend_fused(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> FusedRead:
         """Return the results of `score`, `select`, `attend` and `skipped_mass` for q [B, Hq, D], unscaled, to the last
-        bit."""
+        bit. Raises ValueError for q that does not fit the cache."""
+        check_query(cache.spec, q.shape)
         with self.place(cache):
-            query = self.host(self.ops.float32(q))
-            found = kernels.attend_fused(cache, layer, query, plan, self.pools(cache), self.run)
+            query = self._query(q)
+            skipped, stamps = np.empty((len(query), cache.spec.num_kv_heads), np.float32), np.zeros(3, np.int64)
+            call, found = kernels.fused_call(cache, layer, query, plan, self.pools(cache), skipped, stamps)
+            self._run(call)
             out, lse = found.read
+            chosen = self.selection(found.chosen)
             return FusedRead(
-                self.ops.cast(self.array(out), q.dtype), self.array(lse), self.selection(found.chosen),
-                self.array(found.skipped), found.stamps,
-            )  # fmt: skip
+                self.ops.cast(self.array(out), q.dtype), self.array(lse), chosen, self.array(skipped), stamps
+            )
 
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
         with self.place(cache):
             listed = None if selection is None else (self.host(selection.groups), self.host(selection.counts))
-            query = self.host(self.ops.float32(q))
-            out, lse = kernels.attend(cache, layer, query, plan, listed, self.pools(cache), self.run)
+            query = self._query(q)
+            call, (out, lse) = calls.attending(cache, layer, query, plan, listed, self.pools(cache))
+            self._run(call)
             return self.ops.cast(self.array(out), q.dtype), self.array(lse)
 
     def attend_prefill(self, cache: Any, layer: int, q: Array, table: np.ndarray, length: int) -> Array:
@@ -98,7 +106,7 @@ class CpuKernels:
     ) -> RowsRead:
         with self.place(cache):
             listed = None if selected_mask is None else self.host(self.ops.boolean(selected_mask))
-            query, is_short = self.host(self.ops.float32(q)), q.dtype == self.ops.dtypes["bfloat16"]
+            query, is_short = self._query(q), q.dtype == self.ops.dtypes["bfloat16"]
             out, lse, selected = kernels.attend_rows(
                 cache, layer, query, is_short, rows, listed, self.pools(cache), self.run, **more
             )
@@ -106,9 +114,10 @@ class CpuKernels:
             return RowsRead(self.ops.cast(self.array(out), q.dtype), self.array(lse), selected_lse)
 
     def skipped_mass(self, scores: Scores, selection: Selection) -> Array:
-        return self.array(
-            kernels.skipped_mass(self.host(scores.estimate), self.host(selection.selected_mask), self.run)
-        )
+        estimate = self.host(scores.estimate)
+        shares = np.empty(estimate.shape[:2], np.float32)
+        self._run(calls.summing_skipped(estimate, self.host(selection.selected_mask), shares))
+        return self.array(shares)
 
     def build_summary(self, cache_config: CacheConfig, constants: dict[str, Array], k: Array) -> dict[str, Array]:
         """See `summaries.table.build_summary`: k [F, Hkv, U, D] of units of U tokens."""
@@ -135,6 +144,13 @@ class CpuKernels:
             attend_prefill=Kernel(self.attend_prefill, unread_codes),
             settle=settle,
         )
+
+    def _query(self, q: Array) -> np.ndarray:
+        """Return q in float32, contiguous."""
+        return np.ascontiguousarray(self.host(self.ops.float32(q)))
+
+    def _run(self, call: Call) -> None:
+        self.run(call.kernel, call.phases, *call.args, alone=call.alone)
 
     def selection(self, chosen: Chosen) -> Selection:
         groups, counts, selected_mask = map(self.array, (chosen.groups, chosen.counts, chosen.selected_mask))

@@ -1,6 +1,4 @@
-"""The CPU kernels over numpy arrays: `score`, `select`, `attend` and `attend_rows` of an array backend whose arrays lie
-in the memory of the host, and a whole sparse layer in one. Speed only: values are the array operations' up to float32
-rounding, lists are equal.
+"""What is made of several calls of `calls`, over numpy arrays: a whole sparse layer in one, and attention of rows.
 
 A backend gives its cache as it is; `host`, which shows its arrays as numpy;
 and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_of` its library). The first call of an
@@ -15,7 +13,6 @@ import numpy as np
 from eps_core.cpu import amx, calls, fused, rows_amx, vectors
 from eps_core.cpu import rows as portable
 from eps_core.cpu.calls import Call, Chosen, Host, State
-from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 
@@ -34,32 +31,6 @@ class FusedOutput(NamedTuple):
     chosen: Chosen
     skipped: np.ndarray
     stamps: np.ndarray  # int64: when scoring began, attention began, and all ended, in ns
-
-
-def score(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """(estimate [B, Hkv, G] float32, num_missing [B]) of `Scores`, for q [B, Hq, D] float32."""
-    estimate = np.empty((len(q), cache.spec.num_kv_heads, plan.num_groups), np.float32)
-    call = calls.scoring(cache, layer, np.ascontiguousarray(q), plan, host, estimate)
-    run(call.kernel, call.phases, *call.args)
-    return estimate, plan.num_missing(cache.state[layer])
-
-
-def select(plan: StepPlan, estimate: np.ndarray, num_missing: np.ndarray, run: Run) -> Chosen:
-    """Return the groups that policy topk selects of each kv head by estimate [B, Hkv, G] float32."""
-    call, chosen = calls.choosing(plan, estimate, num_missing)
-    run(call.kernel, call.phases, *call.args, alone=call.alone)
-    return chosen
-
-
-def attend(
-    cache: Any, layer: int, q: np.ndarray, plan: StepPlan,
-    listed: tuple[np.ndarray, np.ndarray] | None, host: Host, run: Run,
-) -> State:  # fmt: skip
-    """Return attention of q [B, Hq, D] float32 over `listed`, the groups and counts of a selection, or over every token
-    where it is None."""
-    call, state = calls.attending(cache, layer, np.ascontiguousarray(q), plan, listed, host)
-    run(call.kernel, call.phases, *call.args)
-    return state
 
 
 def fused_call(
@@ -89,24 +60,13 @@ def fused_call(
     return call, FusedOutput(read, chosen, skipped, stamps)
 
 
-def attend_fused(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, run: Run) -> FusedOutput:
-    """Score, select and attend at once: what the parts give one by one, bit for bit. q [B, Hq, D] float32; no bounds.
-    Raises ValueError for q that does not fit the cache."""
-    check_query(cache.spec, q.shape)
-    skipped = np.empty((len(q), cache.spec.num_kv_heads), np.float32)
-    call, found = fused_call(cache, layer, np.ascontiguousarray(q), plan, host, skipped, np.zeros(3, np.int64))
-    run(call.kernel, call.phases, *call.args)
-    return found
-
-
 def attend_rows(
     cache: Any, layer: int, q: np.ndarray, is_short: bool, rows: Rows, selected_mask: np.ndarray | None, host: Host,
     run: Run, task_tokens: int = ROWS_TASK_TOKENS,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
-    """The fields of `RowsRead` for q [T, Hq, D] float32, of bfloat16 numbers where it `is_short`, visit [T, Hkv, G]
-    bool. A task takes about `task_tokens` tokens of K and V."""
+    """The fields of `RowsRead` for q [T, Hq, D] float32, contiguous, of bfloat16 numbers where it `is_short`, visit
+    [T, Hkv, G] bool. A task takes about `task_tokens` tokens of K and V."""
     cache_config, spec = cache.cache_config, cache.spec
-    q = np.ascontiguousarray(q)
     kv_heads, unit_tokens = spec.num_kv_heads, cache_config.unit_tokens
     _, num_heads, head_dim = q.shape
     (k, k_strides), (v, v_strides) = (host.rows(pool[layer], spec.dtype) for pool in (cache.k, cache.v))
@@ -136,11 +96,3 @@ def attend_rows(
     else:
         run(portable.attend_rows, 3, q, k, v, k_strides, v_strides, *about)
     return out, lse, None if selected_mask is None else selected_lse
-
-
-def skipped_mass(estimate: np.ndarray, selected_mask: np.ndarray, run: Run) -> np.ndarray:
-    """The estimated share [B, Hkv] of the softmax outside visit [B, Hkv, G] bool: estimate [B, Hkv, G] float32."""
-    shares = np.empty(estimate.shape[:2], np.float32)
-    call = calls.summing_skipped(estimate, selected_mask, shares)
-    run(call.kernel, call.phases, *call.args, alone=call.alone)
-    return shares
