@@ -143,7 +143,7 @@ def test_a_policy_of_the_demo_model(policy_file: Path) -> None:
     for layer, (classes, mine) in enumerate(zip(policy.classes, modes, strict=True)):
         for kind, mode in zip(classes, mine, strict=True):
             assert mode == ("sparse" if kind == "retrieval" and layer not in policy.dense_layers else "dense")
-    assert EpsConfig.from_dict(policy.settings["config"]) == CONFIG
+    assert EpsConfig.of(**policy.settings["config"]) == CONFIG
     again = policy_file.parent / "again.json"
     calibrate(request(again), io.StringIO())
     assert again.read_bytes() == policy_file.read_bytes()

@@ -327,7 +327,7 @@ def test_commands_capture_and_replay(tmp_path: Path) -> None:
     ]
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [line["type"] for line in lines] == ["run", *(["replay"] + ["head"] * 4) * 6]
-    assert lines[0]["text_sha256"] and EpsConfig.from_dict(lines[1]["config"]).selection_config.budget == 0.4
+    assert lines[0]["text_sha256"] and EpsConfig.of(**lines[1]["config"]).selection_config.budget == 0.4
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_sparse_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         method="rq", rq_bounds=True, group_size=4, budget=0.3, num_sink_tokens=4, num_recent_tokens=8, scope="union",
         seed=3, min_context=10, block_size=8,
     )  # fmt: skip
-    assert first["type"] == "run" and EpsConfig.from_dict(first["config"]) == config
+    assert first["type"] == "run" and EpsConfig.of(**first["config"]) == config
     assert first["cache"]["dtype"] == "bfloat16" and first["cache"]["num_units"] == 512 // 64
     assert first["dtype"] == "float32"
     assert first["sampling"] == {"temperature": 0.8, "top_p": 0.9, "seed": 4, "by": "gumbel"}
@@ -341,7 +341,7 @@ CODES = {"mean_tokens": 64, "mean_bits": 4, "cascade": [0.5], "rescore": 0.125}
 def test_defaults_follow_the_method(flags: str, want: dict) -> None:
     config = configured.main(flags.split(), standalone_mode=False)
     assert want.items() <= config.to_dict().items()
-    assert EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert EpsConfig.of(**json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_the_command_line_loads_no_array_library_but_numpy() -> None:

@@ -44,7 +44,7 @@ def test_an_engine_says_and_reads_what_our_own_decoder_does(engine: str, model: 
         assert theirs["eps"][name] == own["eps"][name]
     assert theirs["bytes_ratio"] == own["bytes_ratio"] < 0.5
     run, *steps, summary = lines_of(tmp_path / "steps.jsonl")
-    assert EpsConfig.from_dict(run["config"]).selection_config.budget == 0.2 and run["sparse_layers"] == [0, 1]
+    assert EpsConfig.of(**run["config"]).selection_config.budget == 0.2 and run["sparse_layers"] == [0, 1]
     assert [step["type"] for step in steps] == ["step"] * 6
     assert [step["tokens"] for step in steps] == [[token] for token in own["tokens"]]
     assert summary["bytes_ratio"] == own["bytes_ratio"] and summary["dense"]["bytes_ratio"] == 1

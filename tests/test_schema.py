@@ -40,7 +40,7 @@ def test_every_new_name_is_in_use() -> None:
 def test_settings_of_schema_1_make_the_same_config() -> None:
     old = {"method": "rq", "first_tokens": 8, "last_tokens": 32, "refine": 0.25, "stages": [0.5], "group_tokens": 2}
     new = EpsConfig("rq", num_sink_tokens=8, num_recent_tokens=32, rescore=0.25, cascade=(0.5,), group_size=2)
-    assert EpsConfig.from_dict(old) == EpsConfig.of(**from_environment({"EPS_METHOD": "rq"} | {
+    assert EpsConfig.of(**old) == EpsConfig.of(**from_environment({"EPS_METHOD": "rq"} | {
         f"EPS_{name.upper()}": json.dumps(value) for name, value in old.items() if name != "method"
     })) == new  # fmt: skip
     assert Settings.of(old).config == new
@@ -50,7 +50,7 @@ def test_head_modes_have_a_former_name() -> None:
     new = EpsConfig("rq", head_modes=(("sparse", "dense"),))
     old = new.to_dict() | {"head_modes": [["gate", "dense"]]}
     read = Settings.of(from_environment({"EPS_METHOD": "rq", "EPS_HEAD_MODES": json.dumps(old["head_modes"])})).config
-    assert EpsConfig.from_dict(old) == read == new and read.to_dict()["head_modes"] == (("sparse", "dense"),)
+    assert EpsConfig.of(**old) == read == new and read.to_dict()["head_modes"] == (("sparse", "dense"),)
     now = json.loads(json.dumps(new.to_dict()))
     assert difference("config", old, now) is None  # a run is resumed
     assert difference("config", old | {"head_modes": [["dense", "gate"]]}, now)
@@ -72,7 +72,7 @@ def test_old_flags_are_taken_and_not_shown(old: str, tmp_path: Path) -> None:
     last(outcome([*map(str, args), "--method", "rq", old, value], tmp_path))
     first = lines_of(path)[0]
     assert first["schema"] == SCHEMA
-    assert EpsConfig.from_dict(first["config"]).to_dict()[setting] != EpsConfig("rq").to_dict()[setting]
+    assert EpsConfig.of(**first["config"]).to_dict()[setting] != EpsConfig("rq").to_dict()[setting]
     names = {name for command in cli.commands.values() for param in command.params for name in param.opts}
     assert old not in names
 

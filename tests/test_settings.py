@@ -82,7 +82,7 @@ def test_what_followed_follows_again(config: EpsConfig, changed: dict, want: dic
 @pytest.mark.parametrize(("config", "changed", "words"), [
     (EpsConfig.of(method="rq", mean_tokens=32), {"method": "box"}, "eps-mean-tokens 32 is for rq codes"),
     (EpsConfig.of(method="rq", cascade=(0.25,)), {"method": "box"}, "eps-cascade reads rq codes"),
-    (EpsConfig.from_dict(RQ.to_dict()), {"method": "box"}, "eps-mean-tokens 64 is for rq codes"),
+    (EpsConfig.of(**RQ.to_dict()), {"method": "box"}, "eps-mean-tokens 64 is for rq codes"),
     (EpsConfig.over(RQ.cache_config, RQ.selection_config), {"method": "box"}, "eps-mean-tokens 64 is for rq codes"),
 ], ids=str)  # fmt: skip
 def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, changed: dict, words: str) -> None:
@@ -113,7 +113,7 @@ def test_what_was_given_makes_no_config_another_one(flat: dict) -> None:
     config = made(flat)
     if isinstance(config, str) or not config.cache_config.enabled:
         return  # off takes what no method would, and keeps none of it
-    back = EpsConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    back = EpsConfig.of(**json.loads(json.dumps(config.to_dict())))
     over = EpsConfig.over(config.cache_config, config.selection_config)
     for other in (back, over, pickle.loads(pickle.dumps(config)), copy.copy(config)):
         assert other == config and hash(other) == hash(config) and repr(other) == repr(config)

@@ -346,7 +346,7 @@ def test_what_is_usual() -> None:
     usual = EpsConfig.of(method="rq")
     assert usual.cache_config.mean_tokens == 64 and usual.cache_config.S == 1
     assert usual.cache_config.parts == 1 + len(usual.selection_config.cascade) > 1
-    assert EpsConfig.from_dict(usual.to_dict()) == usual
+    assert EpsConfig.of(**usual.to_dict()) == usual
     assert EpsConfig.of(method="rq", cascade=(0.05,)).selection_config.rescore == 0.05  # no more than is read whole
     assert EpsConfig.of(method="rq", rescore=0.6).selection_config.cascade == (0.6,)
     bounded = EpsConfig.of(method="rq", rq_bounds=True)

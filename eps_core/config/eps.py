@@ -1,7 +1,7 @@
 """EpsConfig: what is kept and what a step reads, checked together, with one flat form for Python, flags and JSONL.
 
-Everything that changes results lives here. `EpsConfig.from_dict(config.to_dict()) == config`, and unknown keys are
-errors, so the first line of every JSONL says exactly what ran.
+Everything that changes results lives here. `EpsConfig.of(**config.to_dict()) == config`, and unknown keys are errors,
+so the first line of every JSONL says exactly what ran.
 """
 
 import math
@@ -18,8 +18,6 @@ from eps_core.io import records
 from eps_core.io.schema import current_settings
 from eps_core.summaries import table
 
-# values of settings that older files leave out
-EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "cascade": [], "budget_floor": 0, "combine": "max"}
 _STORED = {field.name for field in fields(CacheConfig)} - {"bits", "second_bit", "parts"}
 _GROUP = {"group_size", "group_blocks"}  # two ways to say one thing
 
@@ -272,13 +270,8 @@ class EpsConfig:
         flat = {name: getattr(self.cache_config if name in _STORED else self.selection_config, name) for name in FLAT}
         return flat | {"cascade": list(self.selection_config.cascade)}  # as JSON gives it back
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The flat form back, exactly as it was written, and all of it given."""
-        return cls.of(**data)
 
-
-# names of the settings in the order of the flat form: flags, JSONL, keyword arguments. `refine` and `stages` say both
+# names of the settings in the order of the flat form: flags, JSONL, keyword arguments. `rescore` and `cascade` say both
 # what is kept and what is read
 FLAT = tuple(field.name for field in fields(EpsConfig) if field.init)
 _KINDS = get_type_hints(EpsConfig)

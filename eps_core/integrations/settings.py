@@ -68,7 +68,7 @@ class Settings:
         """Return the arguments of `of`: everything that says something, plain values of JSON; with `asked`, of the
         config what was given alone, so that a server may fit what merely followed to its blocks."""
         flat = self.config.to_dict()
-        given = flat if not asked or self.config.given is None else self.config.given
+        given = self.config.given if asked else flat
         named = {name: flat[name] for name in given if flat[name] is not None}
         metrics = None if self.metrics is None else str(self.metrics)
         extras = {"metrics": metrics, "audit_every": self.audit_every or None, "kernels": self.kernels}
