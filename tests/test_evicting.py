@@ -76,7 +76,7 @@ class Judge:
                         for w, p in zip(given, seen, strict=True):
                             so_far = kind[layer][head].setdefault(p, np.zeros(repeat))
                             so_far[i] += w**power if position - p >= least else 0
-            x = self.model.feed_forward(layer, self.model.add_attention(layer, x, out))
+            x = self.model.after_attention(layer, x, out)
         self.length += 1
         return np.asarray(self.model.logits(x))[0]
 

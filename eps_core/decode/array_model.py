@@ -76,19 +76,14 @@ class ArrayModel:
         both = rotate(self.ops, self.ops.concatenate([q, k], axis=1), *turn[spec.rope_of_layer[layer]])
         return both[:, : spec.num_heads], both[:, spec.num_heads :], v
 
-    def add_attention(self, layer: int, x: Array, out: Array) -> Array:
-        y = self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
-        return x + self._output_norm(f"layers.{layer}.attention_norm", y)
-
-    def feed_forward(self, layer: int, x: Array) -> Array:
+    def after_attention(self, layer: int, x: Array, out: Array) -> Array:
         prefix = f"layers.{layer}."
+        y = self._linear(prefix + "o", out.reshape(len(x), -1))
+        x = x + self._output_norm(prefix + "attention_norm", y)
         h = self.norm(prefix + "post_norm", x)
         gate, up = self.linears([prefix + "gate", prefix + "up"], h)
         y = self._linear(prefix + "down", self.activations[self.spec.activation](gate) * up)
         return x + self._output_norm(prefix + "feed_forward_norm", y)
-
-    def after_attention(self, layer: int, x: Array, out: Array) -> Array:
-        return self.feed_forward(layer, self.add_attention(layer, x, out))
 
     def logits(self, x: Array) -> Array:
         return self.capped(self.ops.float32(self._linear(self.head, self.norm("norm", x))))

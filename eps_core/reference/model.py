@@ -83,19 +83,14 @@ class Model:
         factor = self.ropes[rope][1]
         return factor * rotate(q, turn[rope]), factor * rotate(k, turn[rope]), v
 
-    def add_attention(self, layer: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
-        y = self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
-        return x + self._output_norm(f"layers.{layer}.attention_norm", y)
-
-    def feed_forward(self, layer: int, x: np.ndarray) -> np.ndarray:
+    def after_attention(self, layer: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
         prefix = f"layers.{layer}."
+        y = self._linear(prefix + "o", out.reshape(len(x), -1))
+        x = x + self._output_norm(prefix + "attention_norm", y)
         h = self._norm(prefix + "post_norm", x)
         gate = ACTIVATIONS[self.spec.activation](self._linear(prefix + "gate", h))
         y = self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
         return x + self._output_norm(prefix + "feed_forward_norm", y)
-
-    def after_attention(self, layer: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self.feed_forward(layer, self.add_attention(layer, x, out))
 
     def for_rows(self, kernels: str, rows: int) -> "Model":
         return self
