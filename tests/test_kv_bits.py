@@ -21,7 +21,6 @@ from eps_core.load import load_backend
 from eps_core.reference import codes as oracle_codes
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5
-HALF_STEP = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of a cast
 CONFIG = EpsConfig.of(method="box", group_size=4, num_sink_tokens=4, num_recent_tokens=8, budget=0.3)
 
 
@@ -35,7 +34,7 @@ def spec_of(bits: KvFormats, dtype: str = "float32", units: int = 16, head_dim: 
 @pytest.mark.parametrize("bits", FORMATS)
 def test_codes_scales_and_values_are_the_same_on_every_backend(target: tuple, bits: FormatName) -> None:
     backend, device = target
-    for dtype in HALF_STEP:
+    for dtype in DTYPE_BYTES:
         rows = np.concatenate([hard_rows(128, 6e4), np.tile(on_edges(), 4).clip(-6e4, 6e4)])
         rows = np.repeat(rows[:, None], 2, axis=1)
         rows[:, 1] *= -0.5
@@ -51,18 +50,6 @@ def test_codes_scales_and_values_are_the_same_on_every_backend(target: tuple, bi
         k, _ = backend.read_kv(caches[0], 0, table, len(rows))
         want, _ = reference.read_kv(caches[1], 0, table, len(rows))
         assert (backend.to_numpy(k).astype(np.float32) == want.astype(np.float32)).all()
-
-
-@pytest.mark.parametrize("dtype", HALF_STEP)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_value_is_half_a_scale_and_a_cast_away(bits: int, dtype: str) -> None:
-    rows = hard_rows(64, 6e4).astype(reference.from_numpy(np.zeros(1), dtype).dtype)
-    codes, scale = oracle_codes.quantise(rows, bits)
-    values = oracle_codes.dequantise(codes, scale, bits, rows.dtype).astype(np.float64)
-    steps = scale.astype(np.float64)[:, None]
-    least = 2.0**-25 if dtype == "float16" else 2.0**-126
-    allowed = steps / 2 + HALF_STEP[dtype] * (np.abs(rows.astype(np.float64)) + steps) + least
-    assert np.isfinite(values).all() and (np.abs(values - rows.astype(np.float64)) <= allowed).all()
 
 
 def test_float16_values_stay_within_its_range() -> None:

@@ -139,6 +139,12 @@ def values_of(name: str, codes: np.ndarray, scale: np.ndarray, bits: FormatName)
 def test_every_byte_is_read_as_the_same_number(name: str) -> None:
     """Also such as `quantise` never makes, by the formats' tables."""
     every = np.arange(256)
+    stored, scale = every.astype(np.uint8), np.array([0.3], np.float16)
+    halves = np.stack([every % 16 - 8, every // 16 - 8], axis=1).reshape(-1)
+    for bits, given, numbers in ((8, stored.view(np.int8), stored.view(np.int8)), (4, stored, halves)):
+        wanted = numbers * scale.astype(np.float32)
+        assert (values_of(name, given[None], scale, bits)[0] == wanted).all()
+        assert (oracle_codes.dequantise(given[None], scale, bits, np.float16)[0] == wanted.astype(np.float16)).all()
     codes = np.array([code for code in every if code & 127 < 127], np.uint8)[None]
     want = np.array([E4M3[code & 127] * (1 - 2 * (code >> 7)) for code in codes[0].tolist()])
     assert (values_of(name, codes, np.array([0.25], np.float16), "fp8")[0] == want / 4).all()
