@@ -35,10 +35,3 @@ def test_a_text_that_is_another_or_damaged_is_refused_in_one_line(
             corpus.corpus()
     finally:
         corpus.corpus.cache_clear()
-
-
-def test_nothing_reads_the_running_pythons_library() -> None:
-    """A figure would then depend on the build of Python."""
-    root = Path(corpus.__file__).parents[1]
-    readers = [file for file in root.rglob("*.py") if 'get_path("stdlib")' in file.read_text()]
-    assert readers == []

@@ -1,6 +1,7 @@
 """Where code may live and what it may import: one table, one rule, every folder walked."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,3 +133,32 @@ def test_siblings_list_the_same_functions_in_the_same_order() -> None:
         common = set(listed[0]) & set(listed[1])
         assert [f for f in listed[0] if f in common] == [f for f in listed[1] if f in common], name
         assert len(common) >= 0.7 * max(map(len, listed)), (name, listed)
+
+
+# patterns, each with the files of eps_core that alone may have it
+HOMES = (
+    (r"(?<!def )\bload_decoder\(", "decode/session.py"),
+    # our own decoders, and what runs in other engines
+    (r"(?<!def )\bload_tokenizer\(", "decode/session.py", "evaluation/engines.py", "models/tokenizer.py"),
+    (r"\bdecoder\.(prefill|step)\(", "decode/generate.py"),
+    (r"(?<!def )\bstep_record\(", "decode/generate.py", "evaluation/engines.py", "integrations/layers.py"),
+    # who renames a temporary file
+    (r"mkstemp|os\.replace\(|\.partial\b", "io/caches.py", "io/outputs.py"),
+    # who asks for the commit and the platform
+    (r".git_commit.[:=] ?(provenance\.)?git_commit\(", "metrics/provenance.py"),
+    # who rewrites a line or asks what a terminal is
+    (r"isatty|\\r(\\|\{|[a-z]+ )|\\033\[|import rich|from rich", "metrics/terminal.py"),
+    # where plots have their colours from: one method looks the same on all of them
+    (r"rcParams\[|svg\.hashsalt|import matplotlib|from matplotlib", "report/style.py"),
+    # figures would depend on the build of Python
+    (r'get_path\("stdlib"\)',),
+    (r"UNIQUE\S* \(`?meanstd|meanstd`?\s+(is )?UNIQUE|meanstd at (its|their) authors",),
+)
+
+
+@pytest.mark.parametrize("row", HOMES, ids=lambda row: row[0])
+def test_there_is_one_place_for_each(row: tuple[str, ...]) -> None:
+    pattern, *homes = row
+    globs = ("eps_*/**/*.py", "scripts/*.py", "eps_*/**/*.md", "*.md", "results/*.md")
+    texts = {str(file.relative_to(ROOT)): file.read_text() for glob in globs for file in ROOT.glob(glob)}
+    assert {name for name, text in texts.items() if re.search(pattern, text)} == {f"eps_core/{one}" for one in homes}

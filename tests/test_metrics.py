@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,25 +171,6 @@ def test_a_whole_file_appears_at_the_end_or_not_at_all(tmp_path: Path) -> None:
         file.write("half")
         raise KeyboardInterrupt
     assert path.read_bytes() == b"\x00" and {p.name for p in tmp_path.iterdir()} == {"f", "usual"}
-
-
-@pytest.mark.parametrize(
-    ("owners", "pattern"),
-    [
-        # who renames a temporary file, or asks for the commit or the platform
-        (("outputs.py", "provenance.py", "caches.py"),
-         r"mkstemp|os\.replace\(|\.partial\b|.git_commit.[:=] ?(provenance\.)?git_commit\("),
-        # who rewrites a line or asks what a terminal is
-        (("terminal.py",), r"isatty|\\r(\\|\{|[a-z]+ )|\\033\[|import rich|from rich"),
-        # where plots have their colours from: one method looks the same on all of them
-        (("style.py",), r"rcParams\[|svg\.hashsalt|import matplotlib|from matplotlib"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)  # fmt: skip
-def test_there_is_one_place_for_each(owners: tuple[str, ...], pattern: str) -> None:
-    root = Path(__file__).parent.parent
-    for path in (*(root / "eps_core").rglob("*.py"), *(root / "scripts").glob("*.py")):
-        assert path.name in owners or re.search(pattern, path.read_text()) is None, path
 
 
 def test_csv_says_what_jsonl_says(tmp_path: Path) -> None:

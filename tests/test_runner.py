@@ -1,6 +1,5 @@
 """A session opens a model once, a prefix is prefilled once, and the runner's variants are what they would be alone."""
 
-import ast
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import DENSE, GREEDY, Document, Outcome, run_batch, run_document
 from experiments.grid.grid_cell import Watched
 
-ROOT = Path(__file__).parent.parent
 SMALL = {"num_sink_tokens": 4, "num_recent_tokens": 16, "budget": 0.3}
 CONFIGS = {
     "rq": EpsConfig.of(method="rq", **SMALL),
@@ -203,42 +201,6 @@ def test_a_stop_token_is_not_said(session: Session) -> None:
     (free,) = run_document(session, Document(TOKENS, 6), {})[DENSE].said
     (stopped,) = run_document(session, Document(TOKENS, 6, stop=(free[2],)), {})[DENSE].said
     assert stopped == free[: free.index(free[2])]
-
-
-# ---- one of each
-
-
-@pytest.mark.parametrize(
-    ("call", "home"),
-    [
-        ("load_decoder", "eps_core/decode/session.py"),
-        # our own decoders, and what runs in other engines
-        (
-            "load_tokenizer",
-            "eps_core/decode/session.py eps_core/models/tokenizer.py eps_core/evaluation/engines.py",
-        ),
-        ("prefill", "eps_core/decode/generate.py"),
-        ("step", "eps_core/decode/generate.py"),
-        ("step_record", "eps_core/decode/generate.py eps_core/integrations/layers.py eps_core/evaluation/engines.py"),
-    ],
-)
-def test_there_is_one_place_that(call: str, home: str) -> None:
-    """opens a model, prefills, decodes a step and records it: the method of a decoder, or the function."""
-    found = set()
-    for file in [*(ROOT / "eps_core").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            on_decoder = (
-                isinstance(node.func, ast.Attribute)
-                and node.func.attr == call
-                and ast.unparse(node.func.value).split(".")[-1] == "decoder"
-            )
-            if on_decoder or (
-                isinstance(node.func, ast.Name) and node.func.id == call and call not in ("step", "prefill")
-            ):
-                found.add(str(file.relative_to(ROOT)))
-    assert found == set(home.split())
 
 
 def test_short_prompts_lend_no_centre_to_the_next_arm(session: Session) -> None:
