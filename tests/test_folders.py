@@ -153,7 +153,7 @@ def test_a_folder_without_config_is_named_for_what_it_holds(kind: str, folder: W
 
 def test_a_folder_of_folders_names_the_model_in_it(folder: Write) -> None:
     path = folder()
-    refused_everywhere(path.parent, f"{path.parent / 'config.json'} is missing", f"give {path.parent / 'made'}")
+    refused_everywhere(path.parent, f"{path.parent / 'config.json'} is missing", f"give {path}")
 
 
 @pytest.mark.parametrize(

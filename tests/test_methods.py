@@ -78,7 +78,6 @@ POOLS = (
             "norm": ("f2", 8),
         },
     ),
-    ({"method": "mean"}, {"mean": ("i1", 20), "mean_scale": ("f2",)}),
     ({"method": "oracle"}, {}),
 )  # fmt: skip
 

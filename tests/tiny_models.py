@@ -193,7 +193,7 @@ def changed(
     without the key), other files (an object is JSON) and another tokenizer; returns `path`."""
     shutil.copytree(saved(name), path, dirs_exist_ok=True)
     for file in [file for pattern in without for file in path.glob(pattern)]:
-        file.unlink()
+        file.unlink(missing_ok=True)  # two patterns may name it
     if config is not None:
         values = json.loads((path / "config.json").read_text()) | config
         kept = {key: value for key, value in values.items() if config.get(key, key) is not None}

@@ -1,8 +1,8 @@
-"""What is made of several calls of `calls`, over numpy arrays: a whole sparse layer in one, and attention of rows.
+"""A whole sparse layer as one of the calls of `calls`, and attention of rows, over numpy arrays.
 
-A backend gives its cache as it is; `host`, which shows its arrays as numpy;
-and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_of` its library). The first call of an
-installation compiles (tens of seconds), later ones load what was compiled.
+A backend gives its cache as it is; `host`, which shows its arrays as numpy; and `run`, which calls a kernel in every
+thread (`threads.run` or `openmp.team_of` its library). The first call of an installation compiles (tens of seconds),
+later ones load what was compiled.
 """
 
 from collections.abc import Callable
