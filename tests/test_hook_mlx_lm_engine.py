@@ -98,7 +98,7 @@ def test_an_engine_says_what_it_says_without_eps_in_a_pool_that_does_not_grow(di
         assert said[True] == said[False]
         pool = engine.hook.pool
         assert pool is not None and pool.num_live == 0
-        assert pool.spec.num_units == 47  # of 128 tokens: room for all of them, and it did not grow
+        assert pool.spec.num_units == 188  # of 32 tokens: room for all of them, and it did not grow
         known = engine.describe()
         assert known["engine"] == "mlx-lm" and known["dtype"] == "float32" and known["versions"]["mlx-lm"]
     finally:

@@ -26,7 +26,7 @@ ARGUMENTS = {
     "*fp32": "estimate lse part_out part_lse part_selected scales candidates masses signs turned steps bases left "
     "anchors sums",
     "*u8": "valid selected_mask finite codes more rest second second_scale unit_mean",
-    "*fp16": "k_scale v_scale unit_mean_scale integers",
+    "*fp16": "k_scale v_scale mean_scale unit_mean_scale integers",
     "fp32": "inverse_root",
 }
 TYPES = {name: kind for kind, names in ARGUMENTS.items() for name in names.split()}

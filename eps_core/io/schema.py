@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from eps_core.errors import require, shown
+from eps_core.errors import ConfigError, require, shown
 
 SCHEMA = 2
 
@@ -48,11 +48,11 @@ KEYS = SETTINGS | {
 def without_removed(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings without those that EPS has no more. Raises ConfigError where one of them is on."""
     for name in REMOVED:
-        require(
-            not given.get(name),
-            f"{name} {shown(given.get(name))}: EPS has no skipped-mass correction (expected 0): leave it out, or use "
-            "the version that wrote it",
-        )
+        if value := given.get(name):
+            raise ConfigError(
+                f"{name} {shown(value)}: EPS has no skipped-mass correction (expected 0): leave it out, or use the "
+                "version that wrote it"
+            )
     return {name: value for name, value in given.items() if name not in REMOVED}
 
 

@@ -1,8 +1,8 @@
 """Store one token's K and V per sequence and finalize the summaries of what it fills, in one Triton launch.
 
-Equals `eps_cuda.cache.write_kv` for tokens that each touch a group of their own: decode. One program per (token, kv
-head) holds its rows in registers, so nothing that it stores is read back; the other rows of a group were written by
-earlier launches. How summaries are made, and what of them equals the array path's bit for bit: `finalize`.
+Equals `eps_core.backend.cache.write_kv` for tokens that each touch a group of their own: decode. One program per
+(token, kv head) holds its rows in registers, so nothing that it stores is read back; the other rows of a group were
+written by earlier launches. How summaries are made, and what of them equals the array path's bit for bit: `finalize`.
 """
 
 from typing import NamedTuple
