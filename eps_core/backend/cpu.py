@@ -122,10 +122,10 @@ class CpuKernels:
     def build_summary(self, cache_config: CacheConfig, constants: dict[str, Array], k: Array) -> dict[str, Array]:
         """See `summaries.table.build_summary`: k [F, Hkv, U, D] of units of U tokens."""
         ops, keys = self.ops, self.host(self.ops.float32(k))
-        turned, mean = write.unit_means(keys, cache_config.S, self.host(constants["signs"]))
+        turned, mean = write.unit_means(keys, cache_config.S, self.host(constants["signs"]), self.run)
         fields, stored = stored_means(ops, self.array(mean), cache_config.mean_bits)
         summary = write.build_units(
-            turned, self.host(stored), part_dims(cache_config, keys.shape[-1]), cache_config.second_bit
+            turned, self.host(stored), part_dims(cache_config, keys.shape[-1]), cache_config.second_bit, self.run
         )
         arrays = {name: self.array(array) for name, array in summary.items()}
         in_bytes = (name for name, array in summary.items() if array.dtype == np.float32)

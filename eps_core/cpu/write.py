@@ -6,7 +6,7 @@ codes are equal bit for bit in every library.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -137,66 +137,76 @@ def _encode_columns(x, sizes, with_second, second_step, sums, bits, codes, scale
 
 
 @kernel()
-def _turn_means(k, size, signs, blocks, scales, turned, mean):
+def turn_means(progress, k, size, signs, blocks, scales, turned, mean):
     """Fill, from the keys k [F, Hkv, U, D] of F spans, turned [F, Hkv, N, D] with the rotated means of their groups of
-    `size`, and mean [F, Hkv, D] with that of these."""
+    `size`, and mean [F, Hkv, D] with that of these. One phase."""
     spans, kv_heads, finalized, head_dim = k.shape
     groups = finalized // size
     rows, columns = np.empty((max(size, groups), head_dim), np.float32), np.zeros((head_dim, LANES), np.float32)
     inverse, inverse_groups = np.float32(1 / size), np.float32(1 / groups)
-    for f in range(spans):
-        for h in range(kv_heads):
-            for begin in range(0, groups, LANES):
-                end = min(begin + LANES, groups)
-                for n in range(begin, end):
-                    copy(k[f, h, n * size : (n + 1) * size], rows)
-                    _fold(rows, size)
-                    for d in range(head_dim):
-                        columns[d, n - begin] = rows[0, d] * inverse
-                rotate(columns, signs, blocks, scales)
-                for n in range(begin, end):
-                    for d in range(head_dim):
-                        turned[f, h, n, d] = columns[d, n - begin]
-            copy(turned[f, h], rows)
-            _fold(rows, groups)
-            for d in range(head_dim):
-                mean[f, h, d] = rows[0, d] * inverse_groups
+    while True:
+        task = take(progress, 0)
+        if task >= spans * kv_heads:
+            break
+        f, h = divmod(task, kv_heads)
+        for begin in range(0, groups, LANES):
+            end = min(begin + LANES, groups)
+            for n in range(begin, end):
+                copy(k[f, h, n * size : (n + 1) * size], rows)
+                _fold(rows, size)
+                for d in range(head_dim):
+                    columns[d, n - begin] = rows[0, d] * inverse
+            rotate(columns, signs, blocks, scales)
+            for n in range(begin, end):
+                for d in range(head_dim):
+                    turned[f, h, n, d] = columns[d, n - begin]
+        copy(turned[f, h], rows)
+        _fold(rows, groups)
+        for d in range(head_dim):
+            mean[f, h, d] = rows[0, d] * inverse_groups
+        finish(progress, 0)
+    wait(progress, 0, spans * kv_heads)
 
 
 @kernel()
-def _encode_units(turned, stored, second_step, codes, scale, second, second_scale):
-    """`_encode_columns` of what turned [F, Hkv, N, D] differs from stored [F, Hkv, D]."""
+def encode_units(progress, turned, stored, second_step, codes, scale, second, second_scale):
+    """`_encode_columns` of what turned [F, Hkv, N, D] differs from stored [F, Hkv, D]. One phase."""
     spans, kv_heads, groups, head_dim = turned.shape
     columns, sizes = np.zeros((head_dim, LANES), np.float32), np.empty((head_dim, LANES), np.float32)
     sums, bits = np.empty((4, LANES), np.float32), np.empty((2, LANES), np.int32)
     with_second = second.shape[0] > 0
-    for f in range(spans):
-        for h in range(kv_heads):
-            for begin in range(0, groups, LANES):
-                end = min(begin + LANES, groups)
-                for n in range(begin, end):
-                    for d in range(head_dim):
-                        columns[d, n - begin] = turned[f, h, n, d] - stored[f, h, d]
-                own, own_scale = codes[f, h, begin:end], scale[f, h, begin:end]
-                _encode_columns(
-                    columns, sizes, with_second, second_step, sums, bits, own, own_scale,
-                    second[f, h, begin:end] if with_second else own,
-                    second_scale[f, h, begin:end] if with_second else own_scale,
-                )  # fmt: skip
+    while True:
+        task = take(progress, 0)
+        if task >= spans * kv_heads:
+            break
+        f, h = divmod(task, kv_heads)
+        for begin in range(0, groups, LANES):
+            end = min(begin + LANES, groups)
+            for n in range(begin, end):
+                for d in range(head_dim):
+                    columns[d, n - begin] = turned[f, h, n, d] - stored[f, h, d]
+            own, own_scale = codes[f, h, begin:end], scale[f, h, begin:end]
+            _encode_columns(
+                columns, sizes, with_second, second_step, sums, bits, own, own_scale,
+                second[f, h, begin:end] if with_second else own,
+                second_scale[f, h, begin:end] if with_second else own_scale,
+            )  # fmt: skip
+        finish(progress, 0)
+    wait(progress, 0, spans * kv_heads)
 
 
-def unit_means(k: np.ndarray, size: int, signs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def unit_means(k: np.ndarray, size: int, signs: np.ndarray, run: Callable[..., None]) -> tuple[np.ndarray, np.ndarray]:
     """Return, of keys k [F, Hkv, U, D] float32 that are summarised together, the rotated means [F, Hkv, N, D] of their
     groups of `size` tokens, and the means of these [F, Hkv, D], float32, as `rq.build` has them."""
     spans, kv_heads, finalized, head_dim = k.shape
     turned = np.empty((spans, kv_heads, finalized // size, head_dim), np.float32)
     mean = np.empty((spans, kv_heads, head_dim), np.float32)
-    _turn_means(k, size, signs, *rotation(head_dim), turned, mean)
+    run(turn_means, 1, k, size, signs, *rotation(head_dim), turned, mean, alone=spans == 1)
     return turned, mean
 
 
 def build_units(
-    turned: np.ndarray, stored: np.ndarray, dims: Sequence[int], with_second: bool
+    turned: np.ndarray, stored: np.ndarray, dims: Sequence[int], with_second: bool, run: Callable[..., None]
 ) -> dict[str, np.ndarray]:
     """The codes of groups with rotated means turned [F, Hkv, N, D] float32 about the stored means [F, Hkv, D] float32,
     in parts of `dims` dimensions: the fields of `rq` [F, Hkv, ..] but for the mean. Scales are float32, to be rounded
@@ -205,7 +215,8 @@ def build_units(
     shape, kept = (kv_heads, groups, -(-head_dim // 8)), spans if with_second else 0
     codes, scale = np.zeros((spans, *shape), np.uint8), np.empty((spans, kv_heads, groups), np.float32)
     second, second_scale = np.zeros((kept, *shape), np.uint8), np.empty((kept, kv_heads, groups), np.float32)
-    _encode_units(turned, stored, np.float32(SECOND_STEP / head_dim), codes, scale, second, second_scale)
+    step = np.float32(SECOND_STEP / head_dim)
+    run(encode_units, 1, turned, stored, step, codes, scale, second, second_scale, alone=spans == 1)
     edges = [-(-edge // 8) for edge in np.cumsum((0, *dims))]
     summary = {
         name: codes[..., start:end] for name, start, end in zip(PARTS[len(dims)], edges, edges[1:], strict=False)
