@@ -5,7 +5,7 @@
 # in real.jsonl.gz are not measured again, so it goes on where it was stopped. Prints the tables at its end;
 # scripts/tables.py writes them into the pages of results/.
 # Usage: [EPS_REAL_QUICK=1] scripts/real.sh [output folder, default results]
-# EPS_REAL_QUICK=1: SmolLM2 at 2,048 tokens, 2 documents of 16 steps, into real-quick.jsonl; some ten minutes.
+# EPS_REAL_QUICK=1: SmolLM2 at 2,048 tokens, 2 documents of 16 steps, into real-quick.jsonl; a few minutes.
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 begin "$@"
