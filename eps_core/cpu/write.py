@@ -1,4 +1,4 @@
-"""Finalizes rq summaries on a CPU, compiled: what a decode step pays in every layer each time that a unit is full.
+"""Finalizes rq summaries on a CPU, compiled: those of a prompt in all threads, a decode step's in one.
 
 No fastmath here: the order of float32 additions is part of rq's definition (oracle: `summaries.rq.build`), so that
 codes are equal bit for bit in every library.
