@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from test_conformance import test_backend_follows_the_oracle as run_case
 
 from eps_core.attention import kernels as choices
 from eps_core.attention.kernels import _name_fallback
+from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu import attend, calls, openmp
 from eps_core.cpu import threads as threads_cpu
@@ -219,6 +221,35 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
     assert kernels == read | {"place_rows", "turn_means", "encode_units"}
 
 
+def test_a_thread_waits_for_tasks_in_other_hands_and_a_prompt_is_given_to_all(monkeypatch):
+    calls_made = {}
+
+    def noted(kernel, phases, *args, alone=False):
+        progress = threads_cpu.new_progress(phases)
+        kernel(progress, *args)
+        calls_made[kernel.__name__] = kernel, args, alone, int(progress[0, threads_cpu._DONE])
+
+    backend = bound("cuda", "numba")
+    monkeypatch.setattr(kernels_of(backend), "run", noted)
+    config = EpsConfig.of(method="rq").cache_config
+    cache = backend.new_cache(CacheSpec(1, 2, 64, 4, "bfloat16"), config, "cpu", "numba")
+    k = backend.from_numpy(np.random.default_rng(0).normal(size=(256, 2, 64)), "bfloat16", "cpu")
+    backend.write_kv(cache, 0, k, k, np.arange(256))
+    writers = {name: calls_made[name] for name in ("place_rows", "turn_means", "encode_units")}
+    assert not any(writers[name][2] for name in ("turn_means", "encode_units"))
+    for kernel, args, _, tasks in writers.values():
+        progress = threads_cpu.new_progress(1)
+        progress[0, threads_cpu._TAKEN] = 1
+        thread = threading.Thread(target=kernel, args=(progress, *args))
+        thread.start()
+        while progress[0, threads_cpu._DONE] < tasks - 1:
+            time.sleep(0.001)
+        thread.join(0.1)
+        waits, progress[0, threads_cpu._DONE] = thread.is_alive(), tasks
+        thread.join()
+        assert waits, kernel.__name__
+
+
 def test_attention_waits_for_the_row_of_its_task():
     """A task waits until the groups of its row are listed, and reads nothing where the thread of the row failed."""
     backend = bound("cuda", "numba")
@@ -340,7 +371,8 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         import numpy as np, torch
         from eps_core.cpu import vectors as cpu_vectors
         from eps_core.config.cache import CacheSpec
-        from eps_core.config.eps import EpsConfig
+        from eps_core.config.cache import CacheSpec
+from eps_core.config.eps import EpsConfig
         from eps_core.load import load_backend
         from eps_core.cpu import amx
         from eps_core.kv_cache.rows import Rows
@@ -406,7 +438,8 @@ def test_a_forked_child_does_not_wait_for_the_team_of_its_parent(before):
         import os, signal, sys
         import numpy as np, torch
         from eps_core.config.cache import CacheSpec
-        from eps_core.config.eps import EpsConfig
+        from eps_core.config.cache import CacheSpec
+from eps_core.config.eps import EpsConfig
         from eps_core.load import load_backend
         from eps_core.kv_cache.step_plan import StepPlan
         torch.set_num_threads(2)

@@ -221,13 +221,13 @@ def claims_table(cells: Cells) -> str:
 
 
 def default_table(cells: Cells) -> str:
-    """Return how far the default moves the next token, by cell and kind of text; contexts at which it reads no less
-    than dense attention share a row."""
+    """Return how far the default moves the next token, by cell and kind of text; contexts at which every step is dense
+    share a row."""
     kinds = tuple(dict.fromkeys(KINDS))
     groups: dict[tuple[str, int | None], list[dict]] = {}
     for (model, context), same in cells.items():
         if own := of_method(same, "EPS default"):
-            dense = all(row["bytes"] >= 1 for row in own)
+            dense = all(row["bytes"] == 1 for row in own)
             groups.setdefault((model, None if dense else context), []).extend(own)
     rows = []
     for (model, _), own in groups.items():
