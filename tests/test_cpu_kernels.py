@@ -371,8 +371,7 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         import numpy as np, torch
         from eps_core.cpu import vectors as cpu_vectors
         from eps_core.config.cache import CacheSpec
-        from eps_core.config.cache import CacheSpec
-from eps_core.config.eps import EpsConfig
+        from eps_core.config.eps import EpsConfig
         from eps_core.load import load_backend
         from eps_core.cpu import amx
         from eps_core.kv_cache.rows import Rows
@@ -438,8 +437,7 @@ def test_a_forked_child_does_not_wait_for_the_team_of_its_parent(before):
         import os, signal, sys
         import numpy as np, torch
         from eps_core.config.cache import CacheSpec
-        from eps_core.config.cache import CacheSpec
-from eps_core.config.eps import EpsConfig
+        from eps_core.config.eps import EpsConfig
         from eps_core.load import load_backend
         from eps_core.kv_cache.step_plan import StepPlan
         torch.set_num_threads(2)
