@@ -59,12 +59,19 @@ class Model(ArrayModel):
             for names in ([f"layers.{layer}.{name}" for name in together] for together in TOGETHER):
                 weight = torch.cat([self.weights[name] for name in names])
                 biases = [self.weights[f"{name}_bias"] for name in names if f"{name}_bias" in self.weights]
-                sizes = [len(self.weights[name]) for name in names]
-                self.joined[names[0]] = Joined(weight, torch.cat(biases) if biases else None, sizes)
+                sizes, bias = [len(self.weights[name]) for name in names], torch.cat(biases) if biases else None
+                self.joined[names[0]] = Joined(weight, bias, sizes)
                 self.weights |= zip(names, weight.split(sizes), strict=True)
+                if bias is not None:
+                    self.weights |= zip([f"{name}_bias" for name in names], bias.split(sizes), strict=True)
         for name, weight in self.weights.items():
             if weight.data_ptr() % CACHE_LINE:
                 self.weights[name] = weight.clone()
+
+    @torch.inference_mode()
+    def multiply_rows(self, name: str, factors: np.ndarray) -> None:
+        weight = self.weights[name]  # where it is `joined`, a part of it
+        weight.mul_(torch.from_numpy(factors).to(weight).view(-1, *[1] * (weight.ndim - 1)))
 
     @torch.inference_mode()
     def quantised(self, bits: int) -> Self:

@@ -40,6 +40,13 @@ class Model(ArrayModel):
         with self.scope():
             return pack_rows(weight, self.device) if bits == 8 else pack_groups(weight, group_size, self.device)
 
+    def multiply_rows(self, name: str, factors: np.ndarray) -> None:
+        weight = self.weights[name]
+        with self.scope():
+            column = mx.array(factors).astype(weight.dtype).reshape(-1, *[1] * (weight.ndim - 1))
+            self.weights[name] = weight * column
+            mx.eval(self.weights[name])
+
     def scope(self) -> AbstractContextManager[Any]:
         return mx.stream(device_of(self.device))
 

@@ -242,7 +242,7 @@ def main(
     chosen = list(only) or names
     unknown = ", ".join(sorted(set(chosen) - set(names)))
     require(not unknown, f"--runner {unknown} takes no part here: choose among {'; '.join(names)}")
-    session = Session.open(model, "cuda", "cpu", "bfloat16")
+    session = Session.open(model, "cuda", "cpu", "bfloat16", config=SPARSE)
     contexts = [int(one) for one in context.split(",")]
     room = WARM_UP + rounds * steps + 64  # a round of verified decoding may run past its steps
     longest = max(contexts) + room

@@ -48,6 +48,11 @@ class Arithmetic(Protocol):
         Raises ConfigError where the library has no such product for the device or no layer is fit for it."""
         ...
 
+    def multiply_rows(self, name: str, factors: np.ndarray) -> None:
+        """Multiplies the rows of a weight [N, ..] by factors [N] float32, which its dtype holds. To be called before
+        anything is made of the weights."""
+        ...
+
     def scope(self) -> AbstractContextManager[Any]:
         """Return where all of a call runs: a stream, inference mode."""
         ...

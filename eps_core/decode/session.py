@@ -5,9 +5,11 @@ import sys
 from collections.abc import Callable, Collection, Container, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from eps_core.attention.protocol import Backend
@@ -17,6 +19,7 @@ from eps_core.config.formats import EXACT, WEIGHT_BITS, KvFormats
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.cpu import host
 from eps_core.cpu.usable import why_not
+from eps_core.decode.balance import TOKENS, balance
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate, prefill
 from eps_core.decode.kernel_check import disagreement, rows_disagreement
@@ -62,6 +65,7 @@ class Session:
     kv_bits: KvFormats = EXACT  # of K and of V in every cache: see `CacheSpec`
     cache_dir: Path | None = None  # where prompts are kept between runs: see `decode.stored`
     weights: str = "full"  # of decode steps: see `config.formats.WEIGHT_BITS`
+    exponents: np.ndarray | None = field(default=None, init=False, repr=False)  # of keys, where they are `balanced`
 
     @classmethod
     def open(
@@ -119,9 +123,19 @@ class Session:
             session.fall_back(f"CPU kernels cannot be used ({reason})")
         return session
 
+    @property
+    def balanced(self) -> bool:
+        """Whether keys are balanced for codes (`decode.balance`). Not where K lies in fewer bits: an outlying dimension
+        that a balanced key makes larger would cost the others theirs."""
+        return self.config.cache_config.mean_tokens > 0 and self.kv_bits == EXACT
+
     @cached_property
     def decoder(self) -> Decoder:
         full = load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
+        if self.balanced:
+            arrays, length = replace(self, kernels="arrays"), min(TOKENS, self.spec.max_context)
+            mean_tokens = self.config.cache_config.mean_tokens
+            self.exponents = balance(full, *arrays.cache(CacheConfig(), length), mean_tokens)
         return self._checked(full.quantised(WEIGHT_BITS[self.weights]))
 
     def drafter(self, verify: SpeculativeConfig) -> Decoder:
@@ -254,6 +268,7 @@ class Session:
         return stored_prompts(
             self.cache_dir, self.backend, self.path, self.spec, cache_config, library=self.backend_name,
             device=self.device, dtype=self.dtype, kv_dtype=self.kv_dtype, kv_bits=self.kv_bits, kernels=self.kernels,
+            key_exponents=None if self.exponents is None else blake2b(self.exponents.tobytes(), digest_size=16).hexdigest(),
         )  # fmt: skip
 
     def one_unit(self) -> CacheSpec:

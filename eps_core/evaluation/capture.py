@@ -124,7 +124,7 @@ class TextRequest:
     kv_dtype: str = "auto"
 
     def session(self) -> Session:
-        return Session.open(self.model, self.backend, self.device, self.dtype, self.kv_dtype)
+        return Session.open(self.model, self.backend, self.device, self.dtype, self.kv_dtype, method="rq")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from eps_core.config.cache import CacheConfig
+from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, described
 from eps_core.decode.cost import Cost, cost_of
 from eps_core.decode.forward import Decoder
@@ -40,8 +41,10 @@ WARM_UP_TOKENS = 64
 def prepare(request: RunRequest) -> Job:
     """Everything that can be refused is refused here, the weights last; nothing is written."""
     request.check()
+    # eviction policies are defined over the model's own keys
+    config = EpsConfig() if request.keep.enabled else request.config
     session = Session.open(
-        request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels,
+        request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels, config,
         kv_bits=request.kv_bits, cache_dir=request.cache_dir, weights=request.weights,
     )  # fmt: skip
     request = replace(request, config=request.config.for_device(session.device))

@@ -143,7 +143,7 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
 
 
 def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, Any]:
-    session = Session.open(request.model, request.backend, request.device, kv_dtype="bfloat16")
+    session = Session.open(request.model, request.backend, request.device, kv_dtype="bfloat16", config=request.config)
     spec = session.spec
     text = corpus_or_text(request.text).encode() if request.tasks or request.text_steps else b""
     request = replace(

@@ -60,6 +60,9 @@ class Model:
             small.weights[name] = (steps * codes + offsets).reshape(weight.shape)
         return small
 
+    def multiply_rows(self, name: str, factors: np.ndarray) -> None:
+        self.weights[name] = (self.weights[name].T * factors).T
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         yield

@@ -19,7 +19,7 @@ SPEC = MethodSpec(
     no_bounds="none without what they need in store: add --eps-bound-bits 8",
     budget_floor=1024,
     sink_recent=(4, 8),
-    unit=UnitFacts(mean_tokens=64, mean_bits=4, cascade=(0.5,), rescore=0.125),
+    unit=UnitFacts(mean_tokens=64, mean_bits=8, cascade=(0.5,), rescore=0.125),
 )
 
 # Step of the rescoring bit in mean absolute values: that of the best uniform quantiser of a unit Gaussian with four

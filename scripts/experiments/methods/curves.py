@@ -64,7 +64,7 @@ PARTS = (
     DEFAULT,
     DEFAULT.replace(group_size=2),
     DEFAULT.replace(mean_tokens=32),
-    DEFAULT.replace(mean_bits=8),
+    DEFAULT.replace(mean_bits=4),
     DEFAULT.replace(cascade=()),
     DEFAULT.replace(cascade=(0.25,)),
     DEFAULT.replace(rescore=0.0),
@@ -356,7 +356,7 @@ def label(name: Arm) -> str:
     if name.bits:
         words.append(f"{name.bits}+1 bit" if name.rescore else f"{name.bits} bit")
     if name.mean_tokens:
-        words += [f"of {name.mean_tokens}", *(["in 8 bits"] if name.mean_bits == 8 else [])]
+        words += [f"of {name.mean_tokens}", *(["in 4 bits"] if name.mean_bits == 4 else [])]
         words.append("stages " + ",".join(f"{share:g}" for share in name.cascade) if name.cascade else "whole")
         words += [f"second of {name.rescore:g}"] if name.rescore else []
     if name.policy != "topk":

@@ -334,7 +334,7 @@ def opened(args: Namespace, decoded: int, *counts: str) -> Session:
     require(args.model is not None, "--model is missing: give a Hugging Face directory (scripts/get_model.py)")
     for name in ("context", "documents", *counts):
         require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} is below 1: give a positive number")
-    session = Session.open(args.model, backend="cuda", device="cpu", dtype="float32", kv_dtype="bfloat16")
+    session = Session.open(args.model, "cuda", "cpu", "float32", "bfloat16", method="rq")
     most = session.spec.max_context
     require(
         args.context + decoded <= most,

@@ -1,0 +1,158 @@
+"""Balanced keys (`decode.balance`): the exponents against their mathematics, dense decoding bit for bit as without."""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, save_model, saved
+
+from eps_core.config.cache import CacheConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.balance import MOST, TOKENS, exponents
+from eps_core.decode.session import Session
+from eps_core.load import backend_name
+from eps_core.models.config import read_spec
+
+SPEC = replace(read_spec(saved("llama2")), num_heads=6, num_kv_heads=2, head_dim=16)
+# all that makes keys: biases, norms, windows, stacked weights, one kv head, heads of their own
+_FOLDER = TemporaryDirectory(prefix="eps-tests-")
+MODELS = "llama2", "qwen2-tied", "qwen3", "phi3", "gemma3-256-scaled-capped"
+
+
+@cache
+def uneven(name: str) -> Path:
+    """The directory of a tiny model whose keys' dimensions are not alike in size, as drawn ones are."""
+
+    def change(model) -> None:
+        for parameter_name, parameter in model.named_parameters():
+            if any(part in parameter_name for part in ("k_proj", "qkv_proj", "k_norm")):
+                sizes = torch.randn(len(parameter), generator=torch.Generator().manual_seed(0)).exp()
+                parameter.mul_(sizes.view(-1, *[1] * (parameter.ndim - 1)))
+
+    return save_model(name, Path(_FOLDER.name) / name, change=change)
+
+
+def unlike(seed: int, spec=SPEC, nats: float = 2.0) -> tuple[np.ndarray, np.ndarray]:
+    """Queries [T, Hq, D] and keys [T, Hkv, D] whose RoPE pairs differ in size by head."""
+    rng, half = np.random.default_rng(seed), spec.head_dim // 2
+
+    def drawn(heads: int) -> np.ndarray:
+        sizes = np.tile(np.exp(rng.normal(0, nats, (heads, half))), 2)
+        return rng.standard_normal((128, heads, spec.head_dim)) * sizes
+
+    return drawn(spec.num_heads), drawn(spec.num_kv_heads)
+
+
+def energies(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(of queries, of keys about the means of 64): [Hkv, D] mean squares, each written out head by head."""
+    group, spans = queries.shape[1] // keys.shape[1], keys.reshape(2, 64, *keys.shape[1:])
+    rest = (spans - spans.mean(axis=1, keepdims=True)).reshape(keys.shape)
+    asked = [(queries[:, head * group : (head + 1) * group] ** 2).mean(axis=(0, 1)) for head in range(keys.shape[1])]
+    return np.array(asked), (rest**2).mean(axis=0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_exponents_make_the_error_of_codes_nearly_least(seed: int):
+    """Weights within a factor of sqrt 2 of the best ones: of the least error (Cauchy and Schwarz), with one weight a
+    pair, at most (4 + 1)^2 / 16 (Kantorovich), and never more than without."""
+    queries, keys = unlike(seed, nats=1.0)
+    found = exponents(SPEC, queries, keys, 64)
+    asked, coded = energies(queries, keys)
+    pairs = [one.reshape(2, 2, -1).mean(axis=1) for one in (asked, coded)]
+    least = np.sqrt(pairs[0] * pairs[1]).sum(axis=-1) ** 2
+    error = (pairs[1] * 4.0**found).sum(axis=-1) * (pairs[0] * 4.0**-found).sum(axis=-1)
+    assert found.dtype == np.int8 and np.abs(found).max() < MOST and np.abs(found).max() > 0
+    assert (error <= 25 / 16 * least).all() and (error >= least * (1 - 1e-9)).all()
+    assert (error <= pairs[1].sum(axis=-1) * pairs[0].sum(axis=-1)).all()
+
+
+def test_exponents_are_of_the_energies_and_nothing_else():
+    queries, keys = unlike(7)
+    found = exponents(SPEC, queries, keys, 64)
+    assert np.array_equal(found, exponents(SPEC, 1000 * queries, keys / 7, 64)), "a factor of all dimensions"
+    offsets = np.repeat(np.random.default_rng(0).normal(0, 50, (2, *keys.shape[1:])), 64, axis=0)
+    assert np.array_equal(found, exponents(SPEC, queries, keys + offsets, 64)), "means of 64 are not coded"
+    assert not np.array_equal(found, exponents(SPEC, queries, keys + offsets, 32 * 4)), "means of 128 are others"
+    by_hand = np.tile(2.0 ** np.random.default_rng(1).permuted([[-2, 1, 0, 1, -1, 0, 2, -1]] * 2, axis=1), 2)
+    again = exponents(SPEC, queries / np.repeat(by_hand, 3, axis=0), keys * by_hand, 64)
+    assert np.array_equal(again, found - np.log2(by_hand[:, :8]).astype(int)), "what is balanced stays so"
+
+
+def test_energies_of_nothing_and_of_extremes_are_no_exponents():
+    queries, keys = unlike(3)
+    queries[..., [0, 8]] = 0  # a pair that is never asked
+    keys[..., [1, 9]] = 5  # one that never varies
+    keys[..., [2, 10]] *= 1e30
+    found = exponents(SPEC, queries, keys, 64)
+    assert np.abs(found).max() <= MOST and (found[:, 2] == -MOST).all()
+    assert not exponents(SPEC, 0 * queries, keys, 64).any() and not exponents(SPEC, queries, 0 * keys, 64).any()
+
+
+def test_heads_that_share_a_norm_share_exponents():
+    spec = replace(SPEC, qk_norm=True)
+    found = exponents(spec, *unlike(5), 64)
+    assert np.array_equal(found[0], found[1]) and found.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_dense_decoding_keeps_its_bits(target, name: str, dtype: str):
+    """K is that of the weights as they are, times powers of two; logits are the same bits, also with weights that are
+    quantised after."""
+    backend, device = target
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 150).tolist()
+    path, settings = uneven(name), (backend_name(backend), device, dtype, dtype, "arrays")
+    plain, balanced = Session.open(path, *settings), Session.open(path, *settings, method="rq")
+    before, after = plain.prefix(tokens), balanced.prefix(tokens)
+    found = balanced.exponents
+    assert plain.exponents is None and found is not None
+    assert found.shape == (plain.spec.num_layers, plain.spec.num_kv_heads, plain.spec.head_dim // 2)
+    assert set(np.flatnonzero(np.abs(found).sum(axis=(1, 2)))) == set(plain.spec.full)
+    for layer, (own, other) in enumerate(zip(before.keys_values, after.keys_values, strict=True)):
+        (k, v), (its_k, its_v) = ([backend.to_numpy(x).astype(np.float64) for x in pair] for pair in (own, other))
+        assert np.array_equal(k * 2.0 ** np.tile(found[layer], 2), its_k) and np.array_equal(v, its_v)
+    for bits in (None, 8):
+        if bits and name.startswith("gemma3") and device != "cpu":
+            continue
+        logits = [step_logits(session, bits, tokens[:40]) for session in (plain, balanced)]
+        assert np.array_equal(*logits)
+
+
+def step_logits(session: Session, bits: int | None, tokens: list[int]) -> np.ndarray:
+    """The logits of a dense step after a prompt."""
+    cache, pool = session.cache(CacheConfig(), len(tokens))
+    decoder = session.decoder.quantised(bits)
+    sequence, _ = pool.open()
+    slots, _ = pool.append(sequence, tokens)
+    table = pool.table([sequence])
+    cache, _ = decoder.prefill(cache, np.array(tokens[:-1]), slots[:-1], table[0], len(tokens) - 1)
+    _, output = decoder.step(cache, np.array(tokens[-1:]), slots[-1:], table, np.array([len(tokens)]))
+    return output.logits
+
+
+def test_only_sessions_that_code_keys_balance_them(target):
+    backend, device = target
+    settings = backend_name(backend), device, "float32", "float32", "arrays"
+    path = saved("llama2")
+    for config, kv_bits, expected in (
+        (EpsConfig(), (16, 16), False), (EpsConfig("box"), (16, 16), False), (EpsConfig("rq"), (16, 16), True),
+        (EpsConfig("rq"), (8, 8), False),
+    ):  # fmt: skip
+        session = Session.open(path, *settings, config, kv_bits=kv_bits)
+        session.load()
+        assert session.balanced == expected == (session.exponents is not None)
+
+
+def test_models_of_few_positions_are_balanced_by_as_many_tokens(tmp_path):
+    shutil.copytree(uneven("llama2"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": TOKENS // 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    session = Session.open(tmp_path, "numpy", method="rq")
+    session.load()
+    assert session.exponents is not None and session.exponents.any()
