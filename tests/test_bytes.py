@@ -90,11 +90,11 @@ def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, coun
     case = Case(lengths, eps("rq", mean_tokens=64, cascade=cascade, rescore=0.0625, **few), head_dim=64)
 
     def read(length: int) -> int:
-        """A mean in 4 bits a dimension and its scale; of 32 groups a scale in one byte and the first part; then each
+        """A mean in 8 bits a dimension and its scale; of 32 groups a scale in one byte and the first part; then each
         further part, and a rescoring bit with a scale of its own."""
         first, *later = PARTS[cascade]
         best = [np.ceil(share * -(-length // 2)) for share in (*cascade, 0.0625)]
-        return -(-length // 64) * (32 + 2 + 32 * (1 + first)) + int(np.dot(best, [*later, 8 + 1]))
+        return -(-length // 64) * (64 + 2 + 32 * (1 + first)) + int(np.dot(best, [*later, 8 + 1]))
 
     one = FilledCase(*target, case)
     counter.gathered = 0

@@ -133,7 +133,7 @@ def test_captures_round_trip_bit_for_bit(kv_dtype: str, tmp_path: Path) -> None:
 
 def test_a_capture_holds_what_attention_saw(dense: Capture) -> None:
     """The last step's query is that of the last key's token: a dense decode gives the same in one prefill."""
-    session = Session.open(None, "numpy", "cpu", "float32", "bfloat16")
+    session = Session.open(None, "numpy", "cpu", "float32", "bfloat16", method="rq")
     decoder = session.decoder
     taken = {}
     project = decoder.model.project

@@ -105,10 +105,10 @@ def test_bytes_are_those_of_the_units_held_summaries_too() -> None:
         cache_config = pool_of(model).sparse.config.cache_config
         units, groups = 2, 2 * 128 // cache_config.S
         kv = units * 128 * 2 * 2 * 16 * 2  # tokens, K and V, heads, dims, bytes
-        # 16 sign bits twice and two scales a group, of a byte each about a mean of 32 tokens; that mean (4 bits a
+        # 16 sign bits twice and two scales a group, of a byte each about a mean of 32 tokens; that mean (8 bits a
         # dimension) and its scale; of 2 heads
         assert cache_config.unit_tokens == 128
-        assert cache[1].nbytes - kv == 2 * (groups * (2 + 2 + 1 + 1) + 4 * units * (8 + 2))
+        assert cache[1].nbytes - kv == 2 * (groups * (2 + 2 + 1 + 1) + 4 * units * (16 + 2))
 
 
 def test_caches_may_die_in_another_thread() -> None:

@@ -125,7 +125,7 @@ class Session:
 
     @property
     def balanced(self) -> bool:
-        """Whether keys are balanced for codes (`decode.balance`). Not where K lies in fewer bits: an outlying dimension
+        """Return whether keys are balanced for codes (`decode.balance`). Not where K lies in fewer bits: an outlying dimension
         that a balanced key makes larger would cost the others theirs."""
         return self.config.cache_config.mean_tokens > 0 and self.kv_bits == EXACT
 
