@@ -230,11 +230,11 @@ def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     rows = {(row["kind"], row["method"], row["rq_bounds"]): row for row in info["summaries"] if not row["bound_bits"]}
     assert rows["coarse", "jl", False]["group_size"] == 256 and rows["coarse", "jl", False]["bytes_per_group"] == 40
     rq = rows["fine", "rq", False]
-    assert rq["group_size"] == 8 and rq["bytes_per_group"] == 32.25
-    assert rq["summary_bytes"] == 2 * 3 * 128 * 32.25
+    assert rq["group_size"] == 8 and rq["bytes_per_group"] == 26.25
+    assert rq["summary_bytes"] == 2 * 3 * 128 * 26.25
     keys = next(row for row in info["summaries"] if row["bound_bits"])  # a code and four fp16 scalars of each
     assert keys["summary_bytes"] == rq["summary_bytes"] + 2 * 3 * 1024 * (64 + 4 * 2)
-    assert rows["fine", "rq", True]["bytes_per_group"] == 28.25
+    assert rows["fine", "rq", True]["bytes_per_group"] == 32.25
     assert next(row for row in info["kept"] if row["kept_share"] == 1)["summary_bytes"] == rq["summary_bytes"]
     blocks = succeed("info", "--model", model, "--eps-group-blocks", 4, env=bare)
     assert blocks["shape"]["layers"] == 2 and blocks["shape"]["context"] == 512
