@@ -1,6 +1,7 @@
 """Balanced keys (`decode.balance`): the exponents against their mathematics, dense decoding bit for bit as without."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -10,14 +11,21 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
+from command import last, outcome, refused
 from tiny_models import VOCAB_SIZE, save_model, saved
+from transformers import AutoModelForCausalLM
 
 from eps_core.config.cache import CacheConfig
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.balance import MOST, TOKENS, exponents
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
+from eps_core.evaluation.compare import prepare
+from eps_core.evaluation.request import RunRequest
+from eps_core.eviction.config import EvictionConfig
 from eps_core.load import backend_name
 from eps_core.models.config import read_spec
+from eps_core.models.weights import load_weights
 
 SPEC = replace(read_spec(saved("llama2")), num_heads=6, num_kv_heads=2, head_dim=16)
 # all that makes keys: biases, norms, windows, stacked weights, one kv head, heads of their own
@@ -147,6 +155,59 @@ def test_only_sessions_that_code_keys_balance_them(target):
         session = Session.open(path, *settings, config, kv_bits=kv_bits)
         session.load()
         assert session.balanced == expected == (session.exponents is not None)
+
+
+def test_stored_prompts_of_other_exponents_are_others(tmp_path: Path):
+    session = Session.open(uneven("llama2"), "numpy", method="rq", cache_dir=tmp_path)
+    session.load()
+    before = session.stored(session.config.cache_config)
+    session.exponents[0, 0, 0] += 1
+    after = session.stored(session.config.cache_config)
+    assert before is not None and after is not None
+    assert [name for name in before.identity if before.identity[name] != after.identity[name]] == ["key_exponents"]
+
+
+@pytest.mark.parametrize(("keep", "balanced"), [(EvictionConfig(), True), (EvictionConfig("streaming", 0.5), False)])
+def test_a_run_that_evicts_reads_the_models_own_keys(keep: EvictionConfig, balanced: bool):
+    asked = {"model": uneven("llama2"), "prompts": ("x" * 200,), "backend": "numpy", "keep": keep}
+    job = prepare(RunRequest(EpsConfig.of(method="rq"), Sampling(), **asked))
+    assert (job.session.exponents is not None) == balanced
+
+
+def logits_of(path: Path, dtype: torch.dtype) -> np.ndarray:
+    """transformers' logits along some tokens."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.arange(40)[None]).logits[0].float().numpy()
+
+
+@pytest.mark.parametrize("name", ["llama2-bf16-sharded", "qwen2-tied", "qwen3", "phi3"])
+def test_a_balanced_copy_is_the_same_model_for_an_engine(name: str, tmp_path: Path):
+    """Its logits have the same bits in transformers, and only weights that make queries and keys differ."""
+    source, out = uneven(name), tmp_path / "balanced"
+    done = last(outcome(["balance", "--model", str(source), "-o", "balanced", "--backend", "numpy"], tmp_path))
+    spec = read_spec(source)
+    assert done["out"] == "balanced" and done["of"] == spec.num_layers * spec.num_kv_heads * spec.head_dim // 2
+    assert 0 < done["pairs"] <= done["of"] and sorted(os.listdir(tmp_path)) == ["balanced"]
+    assert sorted(os.listdir(source)) == sorted(os.listdir(out))
+    dtype = getattr(torch, read_spec(source).stored_dtype)
+    assert np.array_equal(logits_of(source, dtype), logits_of(out, dtype))
+    before, after = load_weights(source, spec), load_weights(out, spec)
+    differing = {key.rsplit(".", 1)[-1] for key in before if not np.array_equal(before[key], after[key])}
+    assert differing == {f"{one}{kind}" for one in "qk" for kind in (("_norm",) if spec.qk_norm else KINDS[name])}
+    again = Session.open(out, "numpy", method="rq")
+    again.load()
+    assert np.abs(again.exponents).sum() < done["pairs"] / 4, "it is balanced already"
+
+
+KINDS = {"llama2-bf16-sharded": ("",), "qwen2-tied": ("", "_bias"), "phi3": ("",)}
+
+
+def test_what_cannot_be_balanced_in_its_files_is_refused_and_nothing_is_written(tmp_path: Path):
+    gemma, there = ["balance", "--model", str(uneven(MODELS[-1])), "--backend", "numpy", "-o"], tmp_path / "there"
+    refused([*gemma, "out"], tmp_path, "stores its norms about 1")
+    there.mkdir()
+    refused(["balance", "--model", str(uneven("llama2")), "-o", "there"], tmp_path, "there already")
 
 
 def test_models_of_few_positions_are_balanced_by_as_many_tokens(tmp_path):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from eps_core.cli.balance import balance_command
 from eps_core.cli.bench import bench_command
 from eps_core.cli.captures import calibrate_command, capture_command, replay_command
 from eps_core.cli.engines import check_engine, engine_option, serve_command
@@ -264,7 +265,7 @@ def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
 
 for command in (
     capture_command, replay_command, calibrate_command, evaluate_command, report_command,
-    bench_command, serve_command, info_command,
+    balance_command, bench_command, serve_command, info_command,
 ):  # fmt: skip
     cli.add_command(command)
 

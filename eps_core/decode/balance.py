@@ -45,7 +45,8 @@ def balance(decoder: Decoder, cache: Any, pool: PagePool, mean_tokens: int) -> n
     finally:
         decoder.watch = None
     for layer in spec.full:
-        _multiply(decoder, layer, np.exp2(np.tile(found[layer], 2).astype(np.float32)))
+        for name, factors in key_factors(spec, layer, found[layer]).items():
+            decoder.model.multiply_rows(name, factors)
     return found
 
 
@@ -76,15 +77,13 @@ def _of_pairs(squares: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     return mean.reshape(len(mean), 2, -1).mean(axis=1)
 
 
-def _multiply(decoder: Decoder, layer: int, factors: np.ndarray) -> None:
-    """Multiplies a layer's keys by factors [Hkv, D], and divides its queries by them."""
-    spec, model, prefix = decoder.spec, decoder.model, f"layers.{layer}."
+def key_factors(spec: ModelSpec, layer: int, exponents: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the factors [N] float32 of the rows of each weight, by its name in `models.weights.weight_names`, that
+    multiply a layer's keys by 2^exponents [Hkv, D / 2] and divide its queries by as much."""
+    prefix, factors = f"layers.{layer}.", np.exp2(np.tile(exponents, 2).astype(np.float32))
     if spec.qk_norm:
-        model.multiply_rows(prefix + "k_norm", factors[0])
-        model.multiply_rows(prefix + "q_norm", 1 / factors[0])
-        return
+        return {f"{prefix}k_norm": factors[0], f"{prefix}q_norm": 1 / factors[0]}
     by_query_head = np.repeat(factors, spec.num_heads // spec.num_kv_heads, axis=0)
-    for name, rows in (("k", factors.reshape(-1)), ("q", 1 / by_query_head.reshape(-1))):
-        model.multiply_rows(prefix + name, rows)
-        if spec.qkv_bias:
-            model.multiply_rows(f"{prefix}{name}_bias", rows)
+    of = {"k": factors.reshape(-1), "q": 1 / by_query_head.reshape(-1)}
+    kinds = ("", "_bias") if spec.qkv_bias else ("",)
+    return {f"{prefix}{name}{kind}": rows for name, rows in of.items() for kind in kinds}

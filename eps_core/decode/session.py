@@ -125,8 +125,8 @@ class Session:
 
     @property
     def balanced(self) -> bool:
-        """Return whether keys are balanced for codes (`decode.balance`). Not where K lies in fewer bits: an outlying dimension
-        that a balanced key makes larger would cost the others theirs."""
+        """Return whether keys are balanced for codes (`decode.balance`). Not where K lies in fewer bits: an outlying
+        dimension that a balanced key makes larger would cost the others theirs."""
         return self.config.cache_config.mean_tokens > 0 and self.kv_bits == EXACT
 
     @cached_property
@@ -268,7 +268,7 @@ class Session:
         return stored_prompts(
             self.cache_dir, self.backend, self.path, self.spec, cache_config, library=self.backend_name,
             device=self.device, dtype=self.dtype, kv_dtype=self.kv_dtype, kv_bits=self.kv_bits, kernels=self.kernels,
-            key_exponents=None if self.exponents is None else blake2b(self.exponents.tobytes(), digest_size=16).hexdigest(),
+            key_exponents=None if self.exponents is None else blake2b(self.exponents.tobytes()).hexdigest(),
         )  # fmt: skip
 
     def one_unit(self) -> CacheSpec:

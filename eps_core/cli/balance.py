@@ -1,0 +1,42 @@
+"""`eps-proto balance`: a model's keys balanced in its files, for engines."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eps_core.cli.help import OUTPUT, OUTPUT_FILE, command, option
+from eps_core.cli.source import backend_option, device_option, model_option
+from eps_core.io import outputs
+
+
+@command(
+    "balance",
+    examples={
+        "eps-proto balance --model DIR -o DIR2": "then: EPS_METHOD=rq vllm serve DIR2",
+    },
+)
+@backend_option
+@device_option
+@model_option
+@option(
+    "-o", "--output", "out", heading=OUTPUT, type=OUTPUT_FILE, metavar="DIR", required=True,
+    help="Folder to write, which is not there yet.",
+)  # fmt: skip
+def balance_command(out: Path, **flags: Any) -> None:
+    """Write a copy of a model whose keys are balanced for EPS's codes, for any engine.
+
+    Rows of the weights that make queries and keys are multiplied by powers of two, so that every logit of attention
+    stays as it is, and dense text with it; EPS then selects better. EPS's own decoders do the same when they open a
+    model, so only engines need the copy.
+
+    The last line of stdout is one JSON object.
+    """
+    from eps_core.decode.balanced_folder import write_balanced
+    from eps_core.decode.session import Session
+
+    session = Session.open(flags["model"], flags["backend"], flags["device"], method="rq")
+    pairs = write_balanced(session, out)
+    total = len(session.spec.full) * session.spec.num_kv_heads * session.spec.head_dim // 2
+    click.echo(f"{out}: {pairs:,} of {total:,} pairs of dimensions of its keys are multiplied by a power of two")
+    click.echo(outputs.to_json({"out": str(out), "pairs": pairs, "of": total}))
