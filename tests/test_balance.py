@@ -87,9 +87,9 @@ def test_exponents_are_of_the_energies_and_nothing_else():
     offsets = np.repeat(np.random.default_rng(0).normal(0, 50, (2, *keys.shape[1:])), 64, axis=0)
     assert np.array_equal(found, exponents(SPEC, queries, keys + offsets, 64)), "means of 64 are not coded"
     assert not np.array_equal(found, exponents(SPEC, queries, keys + offsets, 32 * 4)), "means of 128 are others"
-    by_hand = np.tile(2.0 ** np.random.default_rng(1).permuted([[-2, 1, 0, 1, -1, 0, 2, -1]] * 2, axis=1), 2)
-    again = exponents(SPEC, queries / np.repeat(by_hand, 3, axis=0), keys * by_hand, 64)
-    assert np.array_equal(again, found - np.log2(by_hand[:, :8]).astype(int)), "what is balanced stays so"
+    balanced = np.tile(2.0**found, 2)
+    again = exponents(SPEC, queries / np.repeat(balanced, 3, axis=0), keys * balanced, 64)
+    assert found.any() and not again.any(), "what is balanced stays so"
 
 
 def test_energies_of_nothing_and_of_extremes_are_no_exponents():
@@ -197,7 +197,7 @@ def test_a_balanced_copy_is_the_same_model_for_an_engine(name: str, tmp_path: Pa
     assert differing == {f"{one}{kind}" for one in "qk" for kind in (("_norm",) if spec.qk_norm else KINDS[name])}
     again = Session.open(out, "numpy", method="rq")
     again.load()
-    assert np.abs(again.exponents).sum() < done["pairs"] / 4, "it is balanced already"
+    assert not again.exponents.any(), "it is balanced already"
 
 
 KINDS = {"llama2-bf16-sharded": ("",), "qwen2-tied": ("", "_bias"), "phi3": ("",)}

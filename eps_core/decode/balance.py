@@ -63,12 +63,11 @@ def exponents(spec: ModelSpec, queries: np.ndarray, keys: np.ndarray, mean_token
     with np.errstate(divide="ignore", invalid="ignore"):
         wanted = (np.log2(asked) - np.log2(coded)) / 4
     wanted = np.where(np.isfinite(wanted), wanted, 0.0)
-    wanted = wanted - wanted.mean(axis=-1, keepdims=True)  # a factor of all dimensions changes nothing
-    # but it decides what rounds up
-    tried = np.stack([np.rint(wanted + step / 8) for step in range(-4, 4)]).clip(-MOST, MOST)
+    # a factor of all dimensions changes no error, but what rounds up; of what is balanced, every one gives zeros
+    tried = np.stack([np.rint(wanted + step / 8) for step in range(8)])
+    tried = (tried - np.rint(tried.mean(axis=-1, keepdims=True))).clip(-MOST, MOST)
     error = (coded * 4**tried).sum(axis=-1) * (asked / 4**tried).sum(axis=-1)
-    best = error.argmin(axis=0)
-    return np.take_along_axis(tried, best[None, :, None], axis=0)[0].astype(np.int8)
+    return np.take_along_axis(tried, error.argmin(axis=0)[None, :, None], axis=0)[0].astype(np.int8)
 
 
 def _of_pairs(squares: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
