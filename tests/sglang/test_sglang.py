@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,8 @@ from sglang.srt.server_args import prepare_server_args
 
 from eps_core import LLM
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.balanced_folder import write_balanced
+from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.integrations import versions
 from eps_core.integrations.settings import Settings
@@ -34,6 +38,15 @@ from eps_cuda.integrations.sglang.asked import asked
 BUDGET, NEW_TOKENS, PAGE = 0.1, 12, 64
 POOL_TOKENS = 40 * PAGE  # fewer than the prompts below have together: pages are given up and used again
 LENGTHS = (700, 130, 1100, 900)
+_FOLDER = TemporaryDirectory(prefix="eps-tests-")
+
+
+@cache
+def model() -> Path:
+    """The demo model with balanced keys, as our own decoder reads it."""
+    folder = Path(_FOLDER.name) / "demo"
+    write_balanced(Session.open(DEMO_MODEL, "cuda", "cpu", "float32", method="rq"), folder)
+    return folder
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -47,7 +60,7 @@ def opened(**environment: str) -> Engine:
         del os.environ[name]
     os.environ.update(environment)
     return Engine(
-        model_path=str(DEMO_MODEL), device="cpu", dtype="float32", attention_backend="torch_native", page_size=PAGE,
+        model_path=str(model()), device="cpu", dtype="float32", attention_backend="torch_native", page_size=PAGE,
         skip_tokenizer_init=True, max_total_tokens=POOL_TOKENS, max_running_requests=4, chunked_prefill_size=256,
         context_length=2048, disable_cuda_graph=True, sampling_backend="pytorch", grammar_backend="none",
         log_level="error",
@@ -84,7 +97,7 @@ def own(asked: list[list[int]], method: str) -> tuple[list[list[int]], float]:
     if method == "off":
         return [one.tokens for one in dense], 1.0
     begun = [[*prompt, one.tokens[0]] for prompt, one in zip(asked, dense, strict=True)]
-    llm = LLM(DEMO_MODEL, method, budget=BUDGET, **places)
+    llm = LLM(model(), method, budget=BUDGET, **places)
     found = llm.generate(begun, max_new_tokens=NEW_TOKENS - 1, ignore_eos=True)
     ratio = found[0].kv_bytes_read / found[0].kv_bytes_dense
     return [[*first.tokens[:1], *one.tokens] for first, one in zip(dense, found, strict=True)], ratio
