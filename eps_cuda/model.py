@@ -55,17 +55,20 @@ class Model(ArrayModel):
     def _place_weights(self) -> None:
         """Put weights that are read together behind each other, and every one at a cache line: as they lie in a file,
         a decode step reads them a third slower, and a call of a small product costs as much as the product."""
+        parts: set[str] = set()
         for layer in range(self.spec.num_layers):
             for names in ([f"layers.{layer}.{name}" for name in together] for together in TOGETHER):
                 weight = torch.cat([self.weights[name] for name in names])
                 biases = [self.weights[f"{name}_bias"] for name in names if f"{name}_bias" in self.weights]
                 sizes, bias = [len(self.weights[name]) for name in names], torch.cat(biases) if biases else None
                 self.joined[names[0]] = Joined(weight, bias, sizes)
-                self.weights |= zip(names, weight.split(sizes), strict=True)
+                split = dict(zip(names, weight.split(sizes), strict=True))
                 if bias is not None:
-                    self.weights |= zip([f"{name}_bias" for name in names], bias.split(sizes), strict=True)
+                    split |= zip([f"{name}_bias" for name in names], bias.split(sizes), strict=True)
+                self.weights |= split
+                parts |= split.keys()
         for name, weight in self.weights.items():
-            if weight.data_ptr() % CACHE_LINE:
+            if name not in parts and weight.data_ptr() % CACHE_LINE:
                 self.weights[name] = weight.clone()
 
     @torch.inference_mode()

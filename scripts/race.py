@@ -278,6 +278,12 @@ def main(
             runners: dict[str, Contestant] = {}
             with Progress("prefill:", "runners") as progress:
                 prefix = session.prefix(prompts[0][:-1])
+                assert session.exponents is not None
+                factors = np.exp2(np.tile(session.exponents, 2).astype(np.float32))  # the peers have the model's own K
+                unbalanced = [
+                    (k / torch.from_numpy(factor).to(k.dtype), v)
+                    for (k, v), factor in zip(prefix.keys_values, factors, strict=True)
+                ]
                 for name, config, weights, verify in OURS:
                     if name not in chosen:
                         continue
@@ -286,7 +292,7 @@ def main(
                     runners[name] = run_eps(session, config, prompts, room, weights, verify, own)
                     progress(len(runners), len(chosen))
                 for name, peer in models.items():
-                    filled = None if timed else prefix.keys_values
+                    filled = None if timed else unbalanced
                     runners[name] = run_transformers(peer, prompts, filled)
                     progress(len(runners), len(chosen))
                 for name, (llama, about) in files.items():

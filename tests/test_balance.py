@@ -26,6 +26,7 @@ from eps_core.eviction.config import EvictionConfig
 from eps_core.load import backend_name
 from eps_core.models.config import read_spec
 from eps_core.models.weights import load_weights
+from eps_cuda.model import Model
 
 SPEC = replace(read_spec(saved("llama2")), num_heads=6, num_kv_heads=2, head_dim=16)
 # all that makes keys: biases, norms, windows, stacked weights, one kv head, heads of their own
@@ -132,6 +133,32 @@ def test_dense_decoding_keeps_its_bits(target, name: str, dtype: str):
         assert np.array_equal(*logits)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_steps_keep_their_bits(dtype: str):
+    """Whole steps and rows of few tokens read the same weights as prefills, with full weights and with 8 and 4 bits."""
+    settings = uneven("qwen2-tied"), "cuda", "cpu", dtype, dtype, "numba"
+    plain, balanced = Session.open(*settings), Session.open(*settings, method="rq")
+    tokens = np.random.default_rng(1).integers(0, VOCAB_SIZE, 70).tolist()
+    for bits in (None, 8, 4):
+        assert np.array_equal(*(step_logits(session, bits, tokens) for session in (plain, balanced))), bits
+    assert balanced.exponents is not None and balanced.exponents.any()
+
+
+def test_rows_are_multiplied_where_steps_read_them():
+    """Parts of joined weights are views of them, also where a part does not begin at a cache line."""
+    rng, names = np.random.default_rng(0), [f"layers.0.{name}" for name in ("q", "k", "v", "gate", "up")]
+    drawn = {name: rng.standard_normal((48, 40)) for name in (*names, "embed")}
+    drawn |= {f"{name}_bias": rng.standard_normal(48) for name in names[:3]}
+    weights = {name: torch.from_numpy(array).bfloat16() for name, array in drawn.items()}
+    model = Model(replace(SPEC, num_layers=1, num_heads=3, num_kv_heads=3), dict(weights), "bfloat16", "cpu")
+    for name in ("layers.0.k", "layers.0.k_bias"):
+        model.multiply_rows(name, np.full(48, 4.0, np.float32))
+        assert torch.equal(model.weights[name], 4 * weights[name])
+    joined = model.joined["layers.0.q"]
+    assert torch.equal(joined.weight, torch.cat([model.weights[name] for name in names[:3]]))
+    assert torch.equal(joined.bias, torch.cat([model.weights[f"{name}_bias"] for name in names[:3]]))
+
+
 def step_logits(session: Session, bits: int | None, tokens: list[int]) -> np.ndarray:
     """The logits of a dense step after a prompt."""
     cache, pool = session.cache(CacheConfig(), len(tokens))
@@ -152,6 +179,8 @@ def test_only_sessions_that_code_keys_balance_them(target):
         (EpsConfig(), (16, 16), False), (EpsConfig("box"), (16, 16), False), (EpsConfig("rq"), (16, 16), True),
         (EpsConfig("rq"), (8, 8), False),
     ):  # fmt: skip
+        half = Session.open(path, *settings[:2], "float32", "float16", "arrays", config, kv_bits=kv_bits)
+        assert not half.balanced
         session = Session.open(path, *settings, config, kv_bits=kv_bits)
         session.load()
         assert session.balanced == expected == (session.exponents is not None)
@@ -164,7 +193,7 @@ def test_stored_prompts_of_other_exponents_are_others(tmp_path: Path):
     session.exponents[0, 0, 0] += 1
     after = session.stored(session.config.cache_config)
     assert before is not None and after is not None
-    assert [name for name in before.identity if before.identity[name] != after.identity[name]] == ["key_exponents"]
+    assert [name for name in before.identity if before.identity[name] != after.identity[name]] == ["balance"]
 
 
 @pytest.mark.parametrize(("keep", "balanced"), [(EvictionConfig(), True), (EvictionConfig("streaming", 0.5), False)])
@@ -207,7 +236,19 @@ def test_what_cannot_be_balanced_in_its_files_is_refused_and_nothing_is_written(
     gemma, there = ["balance", "--model", str(uneven(MODELS[-1])), "--backend", "numpy", "-o"], tmp_path / "there"
     refused([*gemma, "out"], tmp_path, "stores its norms about 1")
     there.mkdir()
-    refused(["balance", "--model", str(uneven("llama2")), "-o", "there"], tmp_path, "there already")
+    refused(["balance", "--model", str(uneven("llama2")), "-o", "there"], tmp_path, "there exists: give a new folder")
+    refused(["balance", "--model", str(saved("qwen2-fp16")), "-o", "out"], tmp_path, "stored in float16")
+    own = shutil.copytree(uneven("llama2"), tmp_path / "model")
+    refused(["balance", "--model", str(own), "-o", "model/out"], tmp_path, "lies in the model's own folder")
+
+
+def test_files_of_other_writers_are_read(tmp_path: Path):
+    """MLX's files list their tensors in another order than they lie in."""
+    mx = pytest.importorskip("mlx.core")
+    model = shutil.copytree(uneven("llama2"), tmp_path / "model")
+    mx.save_safetensors(str(model / "model.safetensors"), mx.load(str(model / "model.safetensors")), {"format": "pt"})
+    last(outcome(["balance", "--model", str(model), "-o", "out", "--backend", "numpy"], tmp_path))
+    assert np.array_equal(logits_of(model, torch.float32), logits_of(tmp_path / "out", torch.float32))
 
 
 def test_models_of_few_positions_are_balanced_by_as_many_tokens(tmp_path):

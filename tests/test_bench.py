@@ -114,11 +114,11 @@ def test_counts_bytes_exactly(bench: Bench, backend: str, dtype: str) -> None:
     assert cell["dense_bytes"] == rows * context * token
     assert cell["groups_total"] == rows * groups and cell["groups_selected"] == rows * groups // 4
     assert cell["kv_bytes"] == cell["arms"]["attend"]["bytes"] == rows * groups // 4 * 2 * token
-    # of 64 tokens a mean in 4 bits, 32 scales of a byte and half of 32 codes of 32 dimensions; the other half and the
+    # of 64 tokens a mean in 8 bits, 32 scales of a byte and half of 32 codes of 32 dimensions; the other half and the
     # rescoring bit, with its scale, of twice what is selected, or of more where that is usual
     usual = EpsConfig.of(method="rq").selection_config
     more, finer = (max(math.ceil(share * groups), groups // 2) for share in (*usual.cascade, usual.rescore))
-    assert cell["summary_bytes"] == rows * (context // 64 * (16 + 2 + 32 + 64) + more * 2 + finer * 5)
+    assert cell["summary_bytes"] == rows * (context // 64 * (32 + 2 + 32 + 64) + more * 2 + finer * 5)
     assert cell["bytes_read"] == cell["kv_bytes"] + cell["summary_bytes"]
     assert cell["bytes_ratio"] == pytest.approx(cell["bytes_read"] / cell["dense_bytes"])
     assert cell["arms"]["write"]["bytes"] == rows * token

@@ -203,11 +203,11 @@ def test_info_counts_memory_within_the_limits() -> None:
     assert coarse["jl"]["summary_mib"] == 72 and coarse["moments"]["summary_mib"] == 136
     fine = [row for row in info["summaries"] if row["kind"] == "fine"]
     plain = next(row for row in fine if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"]))
-    # two bits, each 16 bytes and a scale of one; of 64 tokens the mean key in 4 bits
-    assert plain["bytes_per_group"] == 34 + 66 / 64 and plain["group_size"] == 1
-    assert plain["share_of_kv"] == (34 + 66 / 64) / 512
+    # two bits, each 16 bytes and a scale of one; of 64 tokens the mean key in 8 bits
+    assert plain["bytes_per_group"] == 34 + 130 / 64 and plain["group_size"] == 1
+    assert plain["share_of_kv"] == (34 + 130 / 64) / 512
     bounded = next(row for row in fine if row["method"] == "rq" and row["rq_bounds"])
-    assert bounded["bytes_per_group"] == 34 + 66 / 64 + 3 * 2
+    assert bounded["bytes_per_group"] == 34 + 130 / 64 + 3 * 2
     # K in a byte a number, V in half of one, a scale of two bytes each
     coded = succeed("info", "--kv-bits", "8,4")
     assert coded["shape"]["kv_bytes"] == 32 * 32 * 65536 * (128 + 2 + 64 + 2)

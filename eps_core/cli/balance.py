@@ -21,14 +21,14 @@ from eps_core.io import outputs
 @model_option
 @option(
     "-o", "--output", "out", heading=OUTPUT, type=OUTPUT_FILE, metavar="DIR", required=True,
-    help="Folder to write, which is not there yet.",
+    help="Output folder; it must not exist.",
 )  # fmt: skip
 def balance_command(out: Path, **flags: Any) -> None:
     """Write a copy of a model whose keys are balanced for EPS's codes, for any engine.
 
     Rows of the weights that make queries and keys are multiplied by powers of two, so that every logit of attention
-    stays as it is, and dense text with it; EPS then selects better. EPS's own decoders do the same when they open a
-    model, so only engines need the copy.
+    stays as it is, and EPS selects better. EPS's own decoders do the same when they open a model, so only engines need
+    the copy. Refused: float16 weights, and norms of queries and keys that are stored about 1 (Gemma 3).
 
     The last line of stdout is one JSON object.
     """

@@ -73,7 +73,7 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
 
     The text's first --context tokens are prefilled densely and --steps tokens of it are decoded one by one: densely, or
     sparse with a --method (off by default, also for the demo model). Nothing else of EPS is needed to try it on
-    your own checkpoint: capture some layers, replay. Its keys are balanced, as those that EPS codes are.
+    your own checkpoint: capture some layers, replay. Keys are saved as EPS codes them, balanced.
 
     The file takes, for each layer, 2 (context + steps) kv-heads head-dim bytes-of-kv-dtype + 4 steps heads head-dim
     bytes. One layer of 8 kv heads of 128 at 131,072 tokens in bfloat16 is 512 MiB, so 32 layers are 16 GiB: choose a

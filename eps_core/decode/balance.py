@@ -7,8 +7,9 @@ about the mean of its span, and q_c^2 that of the queries. By Cauchy and Schwarz
 least.
 
 Here w_c is a power of two, one for both dimensions of a RoPE pair: it commutes with the rotation, and products with it
-are exact. So it is multiplied into the rows of the weights that make keys and queries, once, and dense decoding keeps
-its bits. The mean squares are those of random tokens, 128 of them: texts of several kinds give nearly the same.
+are exact in float32 and bfloat16. So it is multiplied into the rows of the weights that make keys and queries, once,
+and dense decoding keeps its bits. The mean squares are those of 128 random tokens: texts of several kinds give nearly
+the same.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from eps_core.kv_cache.pool import PagePool
 from eps_core.models.spec import ModelSpec
 
 TOKENS = 128  # of the prompt that energies are measured on
-MOST = 6  # the largest exponent: further off, float16 would leave its range
+MOST = 6  # the largest exponent
 
 
 def balance(decoder: Decoder, cache: Any, pool: PagePool, mean_tokens: int) -> np.ndarray:
@@ -63,7 +64,7 @@ def exponents(spec: ModelSpec, queries: np.ndarray, keys: np.ndarray, mean_token
     with np.errstate(divide="ignore", invalid="ignore"):
         wanted = (np.log2(asked) - np.log2(coded)) / 4
     wanted = np.where(np.isfinite(wanted), wanted, 0.0)
-    # a factor of all dimensions changes no error, but what rounds up; of what is balanced, every one gives zeros
+    # a common factor does not change the error, but decides which exponents round up
     tried = np.stack([np.rint(wanted + step / 8) for step in range(8)])
     tried = (tried - np.rint(tried.mean(axis=-1, keepdims=True))).clip(-MOST, MOST)
     error = (coded * 4**tried).sum(axis=-1) * (asked / 4**tried).sum(axis=-1)

@@ -11,42 +11,43 @@ from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.io import tensors
 from eps_core.models.folder import weight_files
-from eps_core.models.weights import weight_names
+from eps_core.models.weights import opened_weights, weight_names
 
 
 def write_balanced(session: Session, out: Path) -> int:
-    """Writes the model of a session that balances keys to the folder `out`, in the dtypes in which it is stored, or
-    nothing. Returns how many RoPE pairs of a kv head were multiplied. Raises ConfigError where `out` is there already,
-    and where the family's norms are stored about 1, so that a power of two cannot be multiplied into them exactly."""
-    require(not out.exists(), f"{out} is there already: give another folder")
-    _ = session.decoder
+    """Writes the model of a session that balances keys to the new folder `out`, each tensor in its stored dtype; a
+    folder that is not finished never has that name. Returns how many RoPE pairs of the KV heads' keys were multiplied.
+    Raises ConfigError where `out` exists or lies in the model's folder, and for weights in which powers of two are not
+    exact: float16, and norms that are stored about 1."""
+    spec, source = session.spec, session.path.resolve()
+    require(not out.exists(), f"{out} exists: give a new folder")
+    require(not out.resolve().is_relative_to(source), f"{out} lies in the model's own folder: give another")
+    require(spec.stored_dtype != "float16", f"{session.path} is stored in float16, {INEXACT}")
+    names = weight_names(spec)
+    offset = names["layers.0.k_norm"].offset if spec.qk_norm else 0.0
+    require(offset == 0, f"model_type {spec.family} stores its norms about {offset:g}, {INEXACT}")
+    session.load()
     exponents = session.exponents
     assert exponents is not None, "a session that balances no keys"
-    names = weight_names(session.spec)
     factors: dict[str, list[tuple[int, np.ndarray]]] = {}  # of a tensor: first row, factors
-    for layer in range(session.spec.num_layers):
-        for short, rows in key_factors(session.spec, layer, exponents[layer]).items():
-            stored = names[short]
-            require(
-                stored.offset == 0,
-                f"model_type {session.spec.family} stores its norms about {stored.offset:g}, where powers of two are "
-                "not exact: leave it as it is; EPS's own decoders balance it when they open it",
-            )
-            factors.setdefault(stored.name, []).append((stored.first, rows))
-    made = out.with_name(f".{out.name}-{os.getpid()}")  # until it is whole
+    for layer in range(spec.num_layers):
+        for short, rows in key_factors(spec, layer, exponents[layer]).items():
+            factors.setdefault(names[short].name, []).append((names[short].first, rows))
+    made = out.with_name(f".{out.name}-{os.getpid()}")
     made.mkdir(parents=True)
     try:
         weights = weight_files(session.path)
         shutil.copytree(session.path, made, dirs_exist_ok=True, ignore=lambda _, files: set(files) & set(weights))
         for name in weights:
-            metadata, arrays, _ = tensors.read(session.path / name)
+            with opened_weights(session.path / name) as opened:
+                arrays, metadata = {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata()  # noqa: SIM118
             for tensor in arrays.keys() & factors.keys():
                 for first, rows in factors[tensor]:
                     part = arrays[tensor][first : first + len(rows)]
-                    part[...] = part * rows.astype(part.dtype).reshape(-1, *[1] * (part.ndim - 1))
+                    part *= rows.astype(part.dtype).reshape(-1, *[1] * (part.ndim - 1))
             layout = {tensor: (list(array.shape), array.dtype.name) for tensor, array in arrays.items()}
             with open(made / name, "wb") as file:
-                file.write(tensors.header(metadata, layout)[0])
+                file.write(tensors.header(metadata or {}, layout)[0])
                 for array in arrays.values():
                     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         made.rename(out)
@@ -54,3 +55,9 @@ def write_balanced(session: Session, out: Path) -> int:
         shutil.rmtree(made, ignore_errors=True)
         raise
     return int(np.count_nonzero(exponents))
+
+
+INEXACT = (
+    "where a power of two is not always exact: engines take it as it is, and EPS's own decoders balance what they can "
+    "when they open it"
+)

@@ -65,7 +65,7 @@ class Session:
     kv_bits: KvFormats = EXACT  # of K and of V in every cache: see `CacheSpec`
     cache_dir: Path | None = None  # where prompts are kept between runs: see `decode.stored`
     weights: str = "full"  # of decode steps: see `config.formats.WEIGHT_BITS`
-    exponents: np.ndarray | None = field(default=None, init=False, repr=False)  # of keys, where they are `balanced`
+    exponents: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)  # see `balanced`
 
     @classmethod
     def open(
@@ -125,9 +125,10 @@ class Session:
 
     @property
     def balanced(self) -> bool:
-        """Return whether keys are balanced for codes (`decode.balance`). Not where K lies in fewer bits: an outlying
-        dimension that a balanced key makes larger would cost the others theirs."""
-        return self.config.cache_config.mean_tokens > 0 and self.kv_bits == EXACT
+        """Return whether keys are balanced for codes (`decode.balance`). They are not in float16, whose range is small,
+        and where K lies in fewer bits: there an outlying dimension costs the others precision."""
+        exact = self.kv_bits == EXACT and "float16" not in (self.dtype, self.kv_dtype)
+        return self.config.cache_config.mean_tokens > 0 and exact
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -268,7 +269,7 @@ class Session:
         return stored_prompts(
             self.cache_dir, self.backend, self.path, self.spec, cache_config, library=self.backend_name,
             device=self.device, dtype=self.dtype, kv_dtype=self.kv_dtype, kv_bits=self.kv_bits, kernels=self.kernels,
-            key_exponents=None if self.exponents is None else blake2b(self.exponents.tobytes()).hexdigest(),
+            **({} if self.exponents is None else {"balance": blake2b(self.exponents.tobytes()).hexdigest()}),
         )  # fmt: skip
 
     def one_unit(self) -> CacheSpec:

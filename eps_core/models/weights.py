@@ -116,7 +116,7 @@ def load_weights(path: str | Path, spec: ModelSpec) -> dict[str, np.ndarray]:
     names, by_file = _plan(path, spec)
     weights: dict[str, np.ndarray] = {}
     for file, shorts in by_file.items():
-        with _opened(file) as opened:
+        with opened_weights(file) as opened:
             _check_tensors(opened, names, shorts)
             weights |= {short: names[short].read(opened) for short in shorts}
     if spec.tie_embeddings and "lm_head" in weights:
@@ -135,7 +135,7 @@ def check_weights(path: Path, spec: ModelSpec) -> None:
     """Raises the ConfigError that `load_weights` would, from the files' headers, in milliseconds."""
     names, by_file = _plan(path, spec)
     for file, shorts in by_file.items():
-        with _opened(file) as opened:
+        with opened_weights(file) as opened:
             _check_tensors(opened, names, shorts)
 
 
@@ -168,13 +168,13 @@ def _locate_weights(path: Path) -> dict[str, Path]:
     check_weights_there(path)
     file = path / WEIGHT_FILE
     if os.path.lexists(file):
-        with _opened(file) as opened:
+        with opened_weights(file) as opened:
             return dict.fromkeys(opened.keys(), file)
     return {name: path / shard for name, shard in weight_map(path / INDEX_FILE).items()}
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened_weights(file: Path) -> Iterator[Any]:
     """The opened safetensors file, with the library's errors as one line that names the file."""
     try:
         with open(file, "rb"):  # the library does not say why it cannot open a file
