@@ -26,7 +26,7 @@ from eps_core.eviction.config import EvictionConfig
 from eps_core.load import backend_name
 from eps_core.models.config import read_spec
 from eps_core.models.weights import load_weights
-from eps_cuda.model import Model
+from eps_cuda.model import TOGETHER, Model
 
 SPEC = replace(read_spec(saved("llama2")), num_heads=6, num_kv_heads=2, head_dim=16)
 # all that makes keys: biases, norms, windows, stacked weights, one kv head, heads of their own
@@ -146,7 +146,7 @@ def test_compiled_steps_keep_their_bits(dtype: str):
 
 def test_rows_are_multiplied_where_steps_read_them():
     """Parts of joined weights are views of them, also where a part does not begin at a cache line."""
-    rng, names = np.random.default_rng(0), [f"layers.0.{name}" for name in ("q", "k", "v", "gate", "up")]
+    rng, names = np.random.default_rng(0), [f"layers.0.{name}" for together in TOGETHER for name in together]
     drawn = {name: rng.standard_normal((48, 40)) for name in (*names, "embed")}
     drawn |= {f"{name}_bias": rng.standard_normal(48) for name in names[:3]}
     weights = {name: torch.from_numpy(array).bfloat16() for name, array in drawn.items()}
