@@ -292,7 +292,7 @@ def test_help_and_version() -> None:
         assert done.returncode == 0 and done.stdout and done.stderr == ""
         if args == ["--help"]:
             listed = re.findall(r"^  (\w+) +\w", done.stdout.partition("Commands:")[2], re.MULTILINE)
-            assert listed == sorted("run bench info capture replay calibrate evaluate report serve".split())
+            assert listed == sorted("run balance bench info capture replay calibrate evaluate report serve".split())
 
 
 @click.command()

@@ -47,8 +47,8 @@ def test_an_example_is_a_line_that_the_command_takes(line: str) -> None:
 
 # of every command: the name that help shows -> the names that are taken besides
 NAMES = {
-    "-o": {"capture", "calibrate", "replay", "evaluate", "report", "bench"},
-    "--output": {"capture", "calibrate", "replay", "evaluate", "report", "bench"},
+    "-o": {"capture", "calibrate", "replay", "evaluate", "report", "bench", "balance"},
+    "--output": {"capture", "calibrate", "replay", "evaluate", "report", "bench", "balance"},
     "--out": {"evaluate", "report"},
     "--jsonl": {"replay"},
     "--method": {"run", "capture", "calibrate", "replay", "evaluate", "bench", "serve"},

@@ -14,6 +14,8 @@ from eps_core.io import outputs
     "balance",
     examples={
         "eps-proto balance --model DIR -o DIR2": "then: EPS_METHOD=rq vllm serve DIR2",
+        "eps-proto balance --model org/name -o DIR2": "a model of the Hub",
+        "eps-proto balance --model DIR -o DIR2 --device cpu": "without the GPU",
     },
 )
 @backend_option
