@@ -186,7 +186,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on no cache may be made and nothing decoded."""
-    monkeypatch.setattr("eps_core.decode.session.balance", lambda *args: None)  # its tokens are no text's
+    monkeypatch.setattr(Session, "balanced", False)  # its tokens are no text's
     begun = Mock(side_effect=AssertionError("begun"))
     for owner, name in ((Session, "cache"), (Decoder, "prefill"), (Decoder, "step"), (Decoder, "verify")):
         monkeypatch.setattr(owner, name, begun)
