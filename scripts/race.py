@@ -33,6 +33,7 @@ from shared import appended, markdown_table, rows_of
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.cpu import host
+from eps_core.decode.balance import factors
 from eps_core.decode.generate import generate, prefill
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
@@ -279,11 +280,8 @@ def main(
             with Progress("prefill:", "runners") as progress:
                 prefix = session.prefix(prompts[0][:-1])
                 assert session.exponents is not None
-                factors = np.exp2(np.tile(session.exponents, 2).astype(np.float32))  # the peers have the model's own K
-                unbalanced = [
-                    (k / torch.from_numpy(factor).to(k.dtype), v)
-                    for (k, v), factor in zip(prefix.keys_values, factors, strict=True)
-                ]
+                balances = torch.from_numpy(factors(session.exponents)).bfloat16()
+                unbalanced = [(k / one, v) for (k, v), one in zip(prefix.keys_values, balances, strict=True)]
                 for name, config, weights, verify in OURS:
                     if name not in chosen:
                         continue

@@ -52,7 +52,7 @@ WRITTEN = ("out", "output", "jsonl", "metrics", "csv", "plot")
 BASE = {
     "run": {"backend": "numpy", "model": "MODEL", "prompt": PROMPT[:64], "max_new_tokens": "2", "eps_method": "rq"},
     "info": {},
-    "balance": {"model": "MODEL", "backend": "numpy"},
+    "balance": {"model": "MODEL", "backend": "numpy", "out": "new"},
     "bench": {"backend": "numpy", "context": "256", "q_heads": "2", "kv_heads": "1", "head_dim": "16", "method": "rq",
               "repeats": "1", "warm_seconds": "0"},
     "capture": {"backend": "numpy", "model": "MODEL", "context": "64", "steps": "2", "output": "new",

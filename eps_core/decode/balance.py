@@ -46,8 +46,8 @@ def balance(decoder: Decoder, cache: Any, pool: PagePool, mean_tokens: int) -> n
     finally:
         decoder.watch = None
     for layer in spec.full:
-        for name, factors in key_factors(spec, layer, found[layer]).items():
-            decoder.model.multiply_rows(name, factors)
+        for name, rows in key_factors(spec, layer, found[layer]).items():
+            decoder.model.multiply_rows(name, rows)
     return found
 
 
@@ -77,13 +77,18 @@ def _of_pairs(squares: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     return mean.reshape(len(mean), 2, -1).mean(axis=1)
 
 
+def factors(exponents: np.ndarray) -> np.ndarray:
+    """Return what keys [.., D] float32 are multiplied by, of exponents [.., D / 2]."""
+    return np.exp2(np.concatenate([exponents, exponents], axis=-1).astype(np.float32))
+
+
 def key_factors(spec: ModelSpec, layer: int, exponents: np.ndarray) -> dict[str, np.ndarray]:
     """Return the factors [N] float32 of the rows of each weight, by its name in `models.weights.weight_names`, that
     multiply a layer's keys by 2^exponents [Hkv, D / 2] and divide its queries by as much."""
-    prefix, factors = f"layers.{layer}.", np.exp2(np.tile(exponents, 2).astype(np.float32))
+    prefix, of_keys = f"layers.{layer}.", factors(exponents)
     if spec.qk_norm:
-        return {f"{prefix}k_norm": factors[0], f"{prefix}q_norm": 1 / factors[0]}
-    by_query_head = np.repeat(factors, spec.num_heads // spec.num_kv_heads, axis=0)
-    of = {"k": factors.reshape(-1), "q": 1 / by_query_head.reshape(-1)}
+        return {f"{prefix}k_norm": of_keys[0], f"{prefix}q_norm": 1 / of_keys[0]}
+    by_query_head = np.repeat(of_keys, spec.num_heads // spec.num_kv_heads, axis=0)
+    of = {"k": of_keys.reshape(-1), "q": 1 / by_query_head.reshape(-1)}
     kinds = ("", "_bias") if spec.qkv_bias else ("",)
     return {f"{prefix}{name}{kind}": rows for name, rows in of.items() for kind in kinds}

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from eps_core.decode.balance import factors
 from eps_core.decode.session import Session
 
 Tensor = torch.Tensor
@@ -171,10 +172,9 @@ def simulate(session: Session, kv: list, tokens: list[int], steps: int, budgets:
     spec.require_full_attention("the simulation of other methods")
     group, dim, prompt = spec.num_heads // spec.num_kv_heads, spec.head_dim, len(tokens) - steps
     # as the model's own weights have them; EPS's cache holds balanced keys
-    factors = torch.ones(spec.num_layers, spec.num_kv_heads, 1, dim)
-    if session.exponents is not None:
-        factors = torch.exp2(torch.from_numpy(session.exponents).float()).repeat(1, 1, 2)[:, :, None]
-    keys = [pair[0].transpose(0, 1).float() / factor for pair, factor in zip(kv, factors, strict=True)]
+    assert session.exponents is not None
+    balances = torch.from_numpy(factors(session.exponents))[:, :, None]
+    keys = [pair[0].transpose(0, 1).float() / one for pair, one in zip(kv, balances, strict=True)]
     values = [pair[1].transpose(0, 1).float() for pair in kv]
     peers = [{name: made(k) for name, made in PEERS.items()} for k in keys]
     codes = [(rounded(k), rounded(v)) for k, v in zip(keys, values, strict=True)]
@@ -190,9 +190,9 @@ def simulate(session: Session, kv: list, tokens: list[int], steps: int, budgets:
         numbers, full = [max(16, int(share * length)) for share in budgets], spec.num_kv_heads * length * 4.0 * dim
         for layer in range(spec.num_layers):
             q, *new = model.project(layer, x, turn)
-            late[0, layer, :, :, step] = new[0].bfloat16() / factors[layer, :, 0]
+            late[0, layer, :, :, step] = new[0].bfloat16() / balances[layer, :, 0]
             late[1, layer, :, :, step] = new[1].bfloat16()
-            q = q.float().unflatten(1, (spec.num_kv_heads, group)) * factors[layer] / math.sqrt(dim)
+            q = q.float().unflatten(1, (spec.num_kv_heads, group)) * balances[layer] / math.sqrt(dim)
             late_k, late_v = late[:, layer, :, :, : step + 1]
             logits = exact(q, keys[layer], late_k)
             read[0], read[1] = read[0] + full, read[1] + spec.num_kv_heads * length * (2.0 * dim + 4)
