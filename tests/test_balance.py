@@ -25,7 +25,8 @@ from eps_core.evaluation.request import RunRequest
 from eps_core.eviction.config import EvictionConfig
 from eps_core.load import backend_name
 from eps_core.models.config import read_spec
-from eps_core.models.weights import load_weights
+from eps_core.models.folder import weight_files
+from eps_core.models.weights import load_weights, opened_weights
 from eps_cuda.model import TOGETHER, Model
 
 SPEC = replace(read_spec(saved("llama2")), num_heads=6, num_kv_heads=2, head_dim=16)
@@ -219,6 +220,9 @@ def test_a_balanced_copy_is_the_same_model_for_an_engine(name: str, tmp_path: Pa
     assert done["out"] == "balanced" and done["of"] == spec.num_layers * spec.num_kv_heads * spec.head_dim // 2
     assert 0 < done["pairs"] <= done["of"] and sorted(os.listdir(tmp_path)) == ["balanced"]
     assert sorted(os.listdir(source)) == sorted(os.listdir(out))
+    file = weight_files(source)[0]
+    with opened_weights(source / file) as its, opened_weights(out / file) as copied:
+        assert its.metadata() == copied.metadata() and its.metadata()
     dtype = getattr(torch, read_spec(source).stored_dtype)
     assert np.array_equal(logits_of(source, dtype), logits_of(out, dtype))
     before, after = load_weights(source, spec), load_weights(out, spec)
