@@ -2,7 +2,9 @@
 interpreter, fixes what that gets wrong about bfloat16, and has it do once what it does at every call. Where there is a
 GPU it does nothing."""
 
+import math
 import os
+from functools import cache
 
 import numpy as np
 import torch
@@ -38,8 +40,11 @@ def _mend() -> None:
 
 def _hasten() -> None:
     """The interpreter (3.7) puts its own operations into `triton.language` for a kernel, and looks through that module
-    again whenever the kernel calls a function, a third of all its time; and to look a dtype up it makes a table."""
+    again whenever the kernel calls a function, a third of all its time; and to look a dtype up it makes a table. It
+    reduces by a function of the kernel number by number, looks for overflows of which it says nothing, and makes the
+    shape of every tensor anew: two thirds of what is left."""
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     patch, look_up = interpreter._patch_lang, interpreter._get_np_dtype
@@ -68,7 +73,34 @@ def _hasten() -> None:
             known[dtype.name] = look_up(dtype)
         return known[dtype.name]
 
+    def reduce_pairs(self, values):
+        whole, shape = self.axis is None, values[0].handle.data.shape
+        values, axis = self.unravel(values, self.axis)
+        while (size := values[0].handle.data.shape[axis]) > 1:
+            pairs = [
+                self.to_tensor(np.take(value.handle.data, range(first, size, 2), axis), value.dtype)
+                for first in (0, 1)
+                for value in values
+            ]  # neighbours, so that their order stays
+            joined = self.combine_fn.fn(*pairs)
+            values = joined if isinstance(joined, tuple) else (joined,)
+        left = () if whole else shape[:axis] + shape[axis + 1 :]
+        if self.keep_dims:
+            left = (1,) * len(shape) if whole else (*shape[:axis], 1, *shape[axis + 1 :])
+        return [self.to_tensor(value.handle.data.reshape(left), value.dtype) for value in values]
+
+    @cache
+    def shape_of(shape):
+        return tl.core.constexpr(math.prod(shape)), tl.core.tuple([tl.core.constexpr(size) for size in shape])
+
+    def new_tensor(self, handle, kind):
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = shape_of(tuple(kind.shape) if kind.is_block() else ())
+
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, look_up_once
+    interpreter.ReduceOps.generic_reduce = reduce_pairs
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    tl.tensor.__init__ = new_tensor
 
 
 if DEVICE == "cpu":
