@@ -19,7 +19,7 @@ vllm=
 if [ $# = 0 ] && [ "$tier" != default ]; then  # installations side by side: each keeps one core busy
   vllm=yes
   set -m  # a process group of its own, which ends with this script
-  scripts/test_sglang.sh --install &
+  (scripts/setup_kvpress.sh >&2 & scripts/test_sglang.sh --install && wait $!) &
   installing=$!
   set +m
   trap 'kill -- "-$installing" 2> /dev/null || true' EXIT
@@ -31,7 +31,7 @@ if [ "$tier" != rest ]; then
   "$venv/bin/mypy"
 fi
 if [ -n "$vllm" ]; then
-  wait "$installing" || echo "no environment with vLLM: tried again after the suite" >&2
+  wait "$installing" || echo "an environment is missing: tried again later" >&2
   trap - EXIT
 fi
 # one thread a worker: more only fight over the cores; worksteal: a file's tests stay together, so that what they share

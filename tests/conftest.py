@@ -43,7 +43,7 @@ REQUESTED = os.environ.get("EPS_TEST_BACKENDS", ",".join(BACKENDS)).split(",")
 # patterns of `file::test[parameters]` that the default tier leaves out, by the marker that they get
 LEFT_OUT = {
     "emulators": ("test_triton_*", "test_metal_*", "test_kernel_mutants.py*", "*-cpu-triton*", "*-cpu-metal*"),
-    "engines": ("test_hook_*",),
+    "engines": ("test_hook_*", "test_kvpress.py*"),
     "experiments": ("experiments/*",),
     "fuzz": (
         "test_damaged_inputs.py::test_damaged_*",
