@@ -58,7 +58,7 @@ class Golden:
 CONFIGS = {
     "off": Golden(eps("off")),
     "rq": Golden(eps("rq")),
-    "rq-one-stage-g8": Golden(eps("rq", group_size=8, mean_bits=8, cascade=(), rescore=0.0)),
+    "rq-one-stage-g8": Golden(eps("rq", group_size=8, cascade=(), rescore=0.0)),
     "rq-two-stages-refine": Golden(eps("rq", cascade=(0.5, 0.3), rescore=0.25, budget=0.1)),
     "rq-sum": Golden(eps("rq", combine="sum", budget=0.1)),
     "rq-every-head": Golden(eps("rq", mean_tokens=32), model="llama2"),

@@ -150,7 +150,7 @@ def test_reading_everything_says_what_dense_says(run: Any) -> None:
 def test_off_is_a_run_without_eps(run: Any, tmp_path: Path) -> None:
     """Same tokens and bytes as a run with no flag, as the baseline of a sparse run, and as rollback with flags left."""
     plain = run("--metrics", tmp_path / "m.jsonl")
-    off = run("--eps-method", "off", "--eps-budget", 0.3, "--eps-mean-bits", 8)
+    off = run("--eps-method", "off", "--eps-budget", 0.3, "--eps-mean-tokens", 32)
     sparse = run("--eps-method", "rq")
     assert plain["eps"] is None and plain["bytes_ratio"] is None and off["eps"] is None
     for other in (off, sparse):
@@ -307,7 +307,7 @@ def configured(ctx: click.Context, /, **flags: Any) -> EpsConfig:
 
 FINE, WIDE = {"num_sink_tokens": 4, "num_recent_tokens": 8}, {"num_sink_tokens": 16, "num_recent_tokens": 128}
 TOPK = {"policy": "topk", "budget": 0.1}
-CODES = {"mean_tokens": 64, "mean_bits": 8, "cascade": [0.5], "rescore": 0.125}
+CODES = {"mean_tokens": 64, "cascade": [0.5], "rescore": 0.125}
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ CODES = {"mean_tokens": 64, "mean_bits": 8, "cascade": [0.5], "rescore": 0.125}
     [
         ("", {"method": "rq", "group_size": 1, "budget_floor": 1024, **CODES, **TOPK, **FINE}),
         ("--eps-mean-tokens 64 --eps-cascade 0.5,0.2", {"mean_tokens": 64, "cascade": [0.5, 0.2], "rescore": 0.125}),
-        ("--eps-cascade 0 --eps-mean-bits 4", {"mean_tokens": 64, "mean_bits": 4, "cascade": []}),
+        ("--eps-cascade 0", {"mean_tokens": 64, "cascade": []}),
         ("--eps-budget 0.2", {"policy": "topk", "budget": 0.2, **FINE}),
         ("--eps-top-pages 7", {"policy": "topk", "top_pages": 7, **FINE}),
         ("--eps-policy threshold --eps-top-pages 7", {"policy": "threshold", "top_pages": 7}),

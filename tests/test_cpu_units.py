@@ -21,11 +21,11 @@ from eps_core.summaries.rq import QUERY_STEPS, rq_signs
 CASES = [
     Case((700, 300), eps("rq", mean_tokens=64, group_size=2, cascade=(0.25,), rescore=0.1), 4, 2, 128, "bfloat16"),
     Case((500, 64, 70), eps("rq", mean_tokens=64, group_size=2, cascade=(0.5, 0.3)), 10, 2, 64),
-    Case((600,), eps("rq", mean_tokens=32, group_size=2, cascade=(0.4, 0.2), mean_bits=8), 3, 3, 256),
+    Case((600,), eps("rq", mean_tokens=32, group_size=2, cascade=(0.4, 0.2)), 3, 3, 256),
     Case((300,), eps("rq", mean_tokens=64, cascade=(0.4, 0.2), rescore=0.2), head_dim=512, num_heads=2, num_kv_heads=1),
     Case((400, 37), eps("rq", mean_tokens=64, group_size=4, cascade=(0.3,)), head_dim=32),  # codes of two bytes
     Case((400, 330), eps("rq", mean_tokens=32, group_size=1, cascade=(0.3,)), head_dim=16, num_heads=8),  # of one
-    Case((500, 300), eps("rq", mean_tokens=64, cascade=(0.3,), mean_bits=8), head_dim=80, dtype="float16"),
+    Case((500, 300), eps("rq", mean_tokens=64, cascade=(0.3,)), head_dim=80, dtype="float16"),
     Case((400,), eps("rq", mean_tokens=64, rescore=0.0), head_dim=33, num_heads=6, num_kv_heads=2),
     Case((400, 129), eps("rq", mean_tokens=64, cascade=(0.25,), block_size=192), kind="ties"),
     Case((290,), eps("rq", mean_tokens=64, cascade=(0.25,)), kind="equal"),
@@ -175,7 +175,7 @@ def test_masses_of_what_a_mask_takes_and_leaves():
 
 @pytest.mark.parametrize("config, head_dim", [
     (eps("rq", mean_tokens=64, cascade=(0.25,)), 128),
-    (eps("rq", mean_tokens=32, cascade=(0.5, 0.25), mean_bits=8), 64),
+    (eps("rq", mean_tokens=32, cascade=(0.5, 0.25)), 64),
     (eps("rq", mean_tokens=64), 80), (eps("rq", mean_tokens=64, rescore=0.0), 33),
     (eps("rq", mean_tokens=32, group_size=8), 20), (eps("rq", mean_tokens=32, group_size=1, cascade=(0.3,)), 32),
 ], ids=str)  # fmt: skip

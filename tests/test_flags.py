@@ -131,7 +131,7 @@ def test_a_context_that_is_not_given_is_what_model_and_text_hold(
 
 
 @pytest.mark.parametrize(
-    ("flags", "want"), [("--eps-rescore 0", 17 + 130 / 64), ("--eps-mean-tokens 32 --eps-mean-bits 4", 34 + 66 / 32)]
+    ("flags", "want"), [("--eps-rescore 0", 17 + 130 / 64), ("--eps-mean-tokens 32", 34 + 130 / 32)]
 )
 def test_info_counts_the_bytes_that_flags_leave(flags: str, want: float, tmp_path: Path) -> None:
     rows = last(outcome(["info", *flags.split()], tmp_path))["summaries"]

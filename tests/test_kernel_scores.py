@@ -29,7 +29,6 @@ class Case:
     repeat: int = 3
     size: int = 2
     mean_tokens: int = 32
-    mean_bits: int = 4
     cascade: tuple[float, ...] = (0.25,)
     rescore: float = 0.125
     block_size: int = 64
@@ -43,7 +42,7 @@ class Case:
         if self.method != "rq":
             return EpsConfig.of(method=self.method, group_size=self.size, budget=0.01)
         return EpsConfig.of(
-            method="rq", group_size=self.size, mean_tokens=self.mean_tokens, mean_bits=self.mean_bits,
+            method="rq", group_size=self.size, mean_tokens=self.mean_tokens,
             cascade=self.cascade, rescore=self.rescore, block_size=self.block_size,
             budget=0.01, combine=self.combine,
         )  # fmt: skip
@@ -56,9 +55,9 @@ CASES = {
     "whole codes": Case(128, 2, cascade=()),
     "three parts": Case(64, 4, mean_tokens=64, cascade=(0.5, 0.2), rescore=0.0625),
     "three parts of equal groups": Case(128, 1, cascade=(0.5, 0.2), repeated=True),
-    "no rescoring bit": Case(64, 8, cascade=(0.5, 0.3), rescore=0.0, mean_bits=8),
+    "no rescoring bit": Case(64, 8, cascade=(0.5, 0.3), rescore=0.0),
     "all of them on and on": Case(32, 2, cascade=(1.0, 1.0), rescore=1.0, repeated=True),
-    "no power of two": Case(80, 5, size=4, cascade=(0.25,), mean_bits=8),
+    "no power of two": Case(80, 5, size=4, cascade=(0.25,)),
     "odd head dim": Case(33, 2, size=16, mean_tokens=64, num_units=12),
     "parts of a byte": Case(16, 7, size=1, cascade=(0.4, 0.4), num_units=3),
     "less than a byte": Case(5, 2, size=8),
@@ -79,9 +78,9 @@ CASES = {
     "seventeen heads, read at once": replace(ONCE, repeat=17, num_units=3),
     "two means a unit, read at once": replace(ONCE, block_size=128, num_units=4),
     "96 dimensions, read at once": replace(ONCE, head_dim=96, repeat=2),
-    "no power of two, read at once": Case(80, 5, size=4, cascade=(), rescore=1.0, mean_bits=8, combine="sum"),
+    "no power of two, read at once": Case(80, 5, size=4, cascade=(), rescore=1.0, combine="sum"),
     "summed in three parts": Case(64, 4, mean_tokens=64, cascade=(0.5, 0.2), rescore=0.0625, combine="sum"),
-    "summed, no power of two": Case(80, 5, size=4, cascade=(0.25,), mean_bits=8, combine="sum"),
+    "summed, no power of two": Case(80, 5, size=4, cascade=(0.25,), combine="sum"),
     "one summed": Case(repeat=1, num_units=3, combine="sum"),
     "seven summed": Case(repeat=7, num_units=3, combine="sum"),
     "eight summed": Case(repeat=8, num_units=3, combine="sum"),
@@ -136,8 +135,8 @@ class Filled:
     def clear_spare_bits(self) -> None:
         """Bits past the last dimension are 0."""
         case = self.case
-        for name, bits in (("mean", case.mean_bits), ("codes", 1), ("second", 1)):
-            spare = -case.head_dim * bits % 8
+        spare = -case.head_dim % 8
+        for name in ("codes", "second"):
             whole = len(part_dims(self.config.cache_config, case.head_dim)) == 1
             if name in self.pools and spare and (name != "codes" or whole):
                 last = self.pools[name][..., -1, :] if name == "codes" else self.pools[name][..., -1]
@@ -153,7 +152,7 @@ class Filled:
         if self.case.method != "rq":
             return np.abs(a).sum(axis=-1).reshape(2, KV_HEADS, -1).max(axis=-1) * 255 * 0.2
         most = np.abs(rotate(a, self.config.cache_config.seed)).sum(axis=-1).reshape(2, KV_HEADS, -1).max(axis=-1)
-        size = most * (2**self.case.mean_bits * 0.1 + 0.5 * 1.5)
+        size = most * (256 * 0.1 + 0.5 * 1.5)
         if self.case.combine == "max":
             return size
         first_keys = self.cache.k[0][self.table[:, 0], :, 0].astype(np.float64)

@@ -90,7 +90,7 @@ def test_codes_are_read_once_and_further_parts_of_listed_groups_only(cascade, me
     groups = int(np.isfinite(one.expected()).sum())
     seen, part = metal_shim["eps_score_units"], 16 >> len(cascade)
     assert seen.read["codes"] == seen.loaded["codes"] == groups * part and groups
-    assert seen.read["mean"] == seen.loaded["mean"] == groups // 32 * 64
+    assert seen.read["mean"] == seen.loaded["mean"] == groups // 32 * 128
     assert seen.read["scale"] == groups and seen.read["mean_scale"] == groups // 32 * 2
     listed, seen = KV_HEADS * int(one.plan.rescored.sum()), metal_shim["eps_read_on"]
     assert seen.read["second"] == seen.loaded["second"] == listed * 16 and seen.read["scale"] == listed
@@ -125,7 +125,7 @@ def test_more_query_heads_than_threadgroup_memory_holds_are_refused() -> None:
     asked = turn_units.Query(mx.zeros(shape), mx.zeros(shape), mx.zeros(shape[:3]))
     summary = {name: mx.array(x) for name, x in Summaries(ScoreCase(256, 24, cascade=(), num_units=1)).pools.items()}
     with pytest.raises(ValueError, match="49152 bytes of threadgroup memory"):
-        units.score_units(asked, summary, *places, None, group_size=2, mean_bits=4, sums=False)
+        units.score_units(asked, summary, *places, None, group_size=2, sums=False)
 
 
 # Texts

@@ -71,9 +71,9 @@ POOLS = (
         {"codes": ("u1", 10), "scale": ("f2",), "error": ("f2",), "radius": ("f2",), "norm": ("f2",)},
     ),
     (
-        {"method": "rq", "mean_tokens": 32, "mean_bits": 4, "second_bit": True, "rq_bounds": True},
+        {"method": "rq", "mean_tokens": 32, "second_bit": True, "rq_bounds": True},
         {
-            "mean": ("u1", 10), "mean_scale": ("f2",), "scale": ("u1", 8), "codes": ("u1", 3, 8),
+            "mean": ("u1", 20), "mean_scale": ("f2",), "scale": ("u1", 8), "codes": ("u1", 3, 8),
             "second": ("u1", 8, 3), "second_scale": ("u1", 8), "error": ("f2", 8), "radius": ("f2", 8),
             "norm": ("f2", 8),
         },

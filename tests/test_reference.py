@@ -88,7 +88,7 @@ def test_rq_one_bit_is_unbiased_over_rotations():
     k, a = rng.normal(size=(32, head_dim)), rng.normal(size=head_dim)
     values = []
     for seed in range(1000):
-        cache_config = CacheConfig("rq", group_size=16, mean_tokens=32, mean_bits=8, seed=seed)
+        cache_config = CacheConfig("rq", group_size=16, mean_tokens=32, seed=seed)
         decoded = rq.decode_units(cache_config, rq.build(cache_config, {}, k), head_dim)[0]
         values.append(decoded @ rotate(a, seed))
     spread = np.std(values) / np.sqrt(len(values))

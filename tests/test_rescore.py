@@ -19,7 +19,7 @@ TIES = 2e-4  # share of codes that float32 may round to the other side of a step
 
 def case_of(lengths: tuple[int, ...] = (600, 290, 37), rescore: float = 0.125, **more) -> Case:
     # a budget so small that the share to refine is more than twice what is selected
-    settings = {"group_size": 2, "mean_tokens": 32, "mean_bits": 8, "cascade": ()}
+    settings = {"group_size": 2, "mean_tokens": 32, "cascade": ()}
     settings |= {"budget": 0.002, "combine": "max", **more.pop("config", {})}
     config = eps("rq", rescore=rescore, **settings)
     return Case(lengths, config, **{"head_dim": 32, "chunk": 333, **more})
@@ -55,9 +55,9 @@ class Filled(FilledCase):
         """[units, N, D] float64: rotated means of groups less the stored means of their units."""
         cache_config, head_dim = self.case.config.cache_config, self.case.head_dim
         turned = rotate(self.means(b, head), cache_config.seed).reshape(-1, cache_config.groups_per_span, head_dim)
-        codes = unpack_codes(self.of_sequence("mean", b, head), cache_config.mean_bits, head_dim).astype(np.float64)
+        codes = self.of_sequence("mean", b, head).astype(np.float64) - 128
         scale = self.of_sequence("mean_scale", b, head).astype(np.float64)[:, None]
-        return turned - ((codes - 2 ** (cache_config.mean_bits - 1)) * scale)[:, None]
+        return turned - (codes * scale)[:, None]
 
 
 def heads_of(one: Filled):

@@ -27,7 +27,6 @@ THRESHOLD = EpsConfig.of(method="box", policy="threshold", top_pages=5)
 VALUES = {
     "method": ["rq", "box", "moments", "off"],
     "mean_tokens": [32, 64],
-    "mean_bits": [4, 8],
     "cascade": [(), (0.25,), (0.5, 0.2)],
     "rescore": [0.0, 0.125, 0.5],
     "rq_bounds": [False, True],

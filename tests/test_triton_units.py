@@ -20,7 +20,6 @@ from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import QUERY_STEPS, rq_signs
 from eps_core.summaries.rq import rotate as rotate64
 from eps_cuda.kernels import bits, units
-from eps_cuda.kernels import score as score_kernels
 from eps_cuda.ops import OPS
 
 
@@ -94,7 +93,7 @@ def first_of(constants: dict) -> dict:
 HALVES, QUARTERS = shape(128, (64, 0, 64), 32), shape(64, (16, 16, 32), 16)
 WHOLE = shape(128, (128, 0, 0), 64)
 MEANS = {
-    "R": 4, "D": 128, "RP": 4, "DP": 128, **score_kernels.code_shape(128, 4), "SUBNORMAL": True, "SPU": 1, "SPAN": 64,
+    "R": 4, "D": 128, "RP": 4, "DP": 128, "DK": 128, "SUBNORMAL": True, "SPU": 1, "SPAN": 64,
     "LOG_S": math.log(2), "BLOCK": 256,
 }  # fmt: skip
 HELD = {"scale": "*u8", "mean": "*u8"}

@@ -17,11 +17,10 @@ from triton_aot import Job, compile_ahead, job
 from triton_interpreter import DEVICE
 
 from eps_core.backend.summaries.rq import rotate as rotate32
-from eps_core.backend.summaries.rq import unpack_codes
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.summaries.base import up16
-from eps_core.summaries.rq import SECOND_STEP, part_dims, rotate
+from eps_core.summaries.rq import MEAN_MOST, SECOND_STEP, part_dims, rotate
 from eps_core.summaries.table import fields
 from eps_cuda import write_kv
 from eps_cuda.cache import Cache, new_cache
@@ -46,14 +45,13 @@ class Case:
     steps: int = 5
     given: str | None = None  # dtype of the model's k and v; None: the cache's
     mean_tokens: int = 64
-    mean_bits: int = 4
     cascade: tuple[float, ...] = ()
 
     @property
     def config(self) -> EpsConfig:
         return EpsConfig.of(
             method="rq", rescore=self.rescore, group_size=self.group_size, block_size=self.block_size, seed=3,
-            mean_tokens=self.mean_tokens, mean_bits=self.mean_bits, cascade=self.cascade,
+            mean_tokens=self.mean_tokens, cascade=self.cascade,
         )  # fmt: skip
 
 
@@ -70,8 +68,8 @@ CASES = [
     Case(1, 2, mean_tokens=32, before=(158, 94, 60)),
     Case(64, 2, mean_tokens=32, cascade=(0.25,), before=(29, 61, 94), steps=4),
     Case(128, 2, "bfloat16", cascade=(0.5, 0.2), before=(62, 126, 62), kv_heads=1),
-    Case(128, 4, mean_bits=8, cascade=(0.5,), rescore=0.5, before=(61, 30, 127), steps=3),
-    Case(80, 1, "float16", mean_tokens=32, mean_bits=8, before=(29, 62), steps=3, given="float32"),
+    Case(128, 4, cascade=(0.5,), rescore=0.5, before=(61, 30, 127), steps=3),
+    Case(80, 1, "float16", mean_tokens=32, before=(29, 62), steps=3, given="float32"),
     Case(33, 16, rescore=0.0, before=(62, 61, 62), steps=3, kv_heads=3),
     Case(20, 8, mean_tokens=32, before=(30, 95), steps=3),
     Case(256, 2, "bfloat16", cascade=(0.25,), before=(62, 30), steps=3, kv_heads=1),
@@ -117,7 +115,7 @@ class Fast:
         write.write_tokens(
             rows[:, 0], rows[:, 1], here, held["k"], held["v"], held["finite"][0], held["valid"],
             span_tokens=cache_config.span_tokens,
-            rq=write.UnitPools(summary, held["signs"], cache_config.S, cache_config.mean_bits),
+            rq=write.UnitPools(summary, held["signs"], cache_config.S),
         )  # fmt: skip
         assert torch.equal(given.view(torch.uint8), rows.view(torch.uint8)), "the arguments changed"
         assert np.array_equal(here.cpu().numpy(), slots)
@@ -209,7 +207,7 @@ class Run:
     def on_the_steps_of_a_mean(self, beside: np.ndarray) -> np.ndarray:
         """What lies `beside` [Hkv, D] whole steps of a mean's codes, some of it between two; its first dimension, the
         largest, sets them."""
-        most, (kv_heads, head_dim) = 2 ** (self.case.mean_bits - 1) - 1, beside.shape
+        most, (kv_heads, head_dim) = MEAN_MOST, beside.shape
         largest = self.rng.uniform(0.05, 0.2, kv_heads)
         steps = np.array([float(up16(one)) for one in largest])[:, None]
         turned = (self.rng.integers(1 - most, most, (kv_heads, head_dim)) + 0.1 * beside) * steps
@@ -276,11 +274,11 @@ def test_hard_units_are_hard():
     signs = run.cache.fixed[0]["signs"]
     keys = run.cache.k[0][torch.from_numpy(run.table[:, 0])].unflatten(2, (2, -1, 2))  # [B, Hkv, 2, N, S, D]
     summary = {name: pool[torch.from_numpy(run.table[:, 0])] for name, pool in run.cache.summaries[0].items()}
-    codes = unpack_codes(OPS, summary["mean"], 4, 64).float() - 8
+    codes = summary["mean"].float() - 128
     step = summary["mean_scale"].float()[..., None]
     left = ((rotate32(OPS, keys.float().mean(dim=-2), signs) - (codes * step)[..., None, :]) / step[..., None, :]).abs()
-    assert (left[0] < 1e-5).float().mean() > 0.5
-    assert ((left - 0.5).abs() < 1e-5).float().mean() > 0.3
+    assert (left[0] < 1e-4).float().mean() > 0.5
+    assert ((left - 0.5).abs() < 1e-4).float().mean() > 0.3
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -335,7 +333,7 @@ def job_of(case: Case) -> Job:
     parts = [dims // 8 for dims in part_dims(cache_config, case.head_dim)]
     by_mean = cache_config.S, (parts[0], parts[1] if len(parts) == 3 else 0, parts[-1] if len(parts) > 1 else 0)
     constants, num_warps = write.launch_constants(
-        8, case.head_dim, cache_config.unit_tokens, cache_config.span_tokens, cache_config.mean_bits, *by_mean,
+        8, case.head_dim, cache_config.unit_tokens, cache_config.span_tokens, *by_mean,
     )  # fmt: skip
     unit = config.cache_config.unit_tokens * case.head_dim
     constants |= {"UNIT_STRIDE": 8 * unit, "HEAD_STRIDE": unit, "TOKEN_STRIDE": case.head_dim}
@@ -348,7 +346,7 @@ def test_compiles_for_gpus_without_spills_or_contraction():
     usual = Case(128, 2, "bfloat16")
     unit = Case(128, 2, "bfloat16", mean_tokens=64, cascade=(0.25,))
     others = [
-        Case(64, 4, "float16", mean_tokens=32, mean_bits=8, cascade=(0.5, 0.2)),
+        Case(64, 4, "float16", mean_tokens=32, cascade=(0.5, 0.2)),
         Case(80, 1, "bfloat16", mean_tokens=32),
         Case(64, 1, "bfloat16", mean_tokens=64, cascade=(0.5, 0.2)),  # the default
         Case(128, 1, "bfloat16", mean_tokens=64, cascade=(0.5, 0.2)),

@@ -19,7 +19,7 @@ from eps_core.reference.selection import best_first
 from eps_core.summaries import base, rq
 
 # a budget so small that scores read on by their shares, not in twice what is selected
-UNIT = {"mean_tokens": 64, "mean_bits": 4, "cascade": (0.25,), "rescore": 0.0625}
+UNIT = {"mean_tokens": 64, "cascade": (0.25,), "rescore": 0.0625}
 UNIT |= {"budget": 0.002}
 
 
@@ -63,20 +63,20 @@ def test_the_parts_of_a_code(parts: int, head_dim: int, dims: tuple[int, ...]) -
 
 def test_bytes_are_counted_stage_by_stage() -> None:
     config = EpsConfig.of(method="rq", group_size=2, **UNIT)
-    # of 64 tokens: a mean of 4 bits and its scale, 32 scales, the first half of 32 codes
-    read_of_all = 64 + 2 + 32 + 32 * 8
+    # of 64 tokens: a mean of 8 bits and its scale, 32 scales, the first half of 32 codes
+    read_of_all = 128 + 2 + 32 + 32 * 8
     assert scoring_bytes(config, 128, [2000]) == 32 * read_of_all + 250 * 8 + 63 * (16 + 1)
     assert scoring_bytes(config, 128, [2000, 64]) - scoring_bytes(config, 128, [2000]) == read_of_all + 8 * 8 + 2 * 17
     assert span_bytes(config.cache_config, 128) == read_of_all + 32 * 8 + 32 * 17
     assert summary_group_bytes(config.cache_config, 128) == span_bytes(config.cache_config, 128) / 32
     stored = summary_bytes(config.cache_config, 2, 3, 128, 130)
     assert stored == 2 * 3 * 3 * span_bytes(config.cache_config, 128)
-    quarters = config.replace(mean_tokens=32, mean_bits=8, cascade=(0.5, 0.2), rescore=0)
+    quarters = config.replace(mean_tokens=32, cascade=(0.5, 0.2), rescore=0)
     assert scoring_bytes(quarters, 128, [3200]) == 100 * (128 + 2 + 16 + 16 * 4) + 800 * 4 + 320 * 8
     whole = EpsConfig.over(config.cache_config)  # no stage: every part of all
     assert scoring_bytes(whole, 128, [2000]) == 32 * read_of_all + 1000 * 8
     share = scoring_bytes(config, 128, [65536]) / (65536 * 2 * 2 * 128)
-    assert 0.0135 < share < 0.0145
+    assert 0.0155 < share < 0.0165
 
 
 def test_codes_are_those_of_the_definition(target) -> None:
@@ -92,9 +92,9 @@ def test_codes_are_those_of_the_definition(target) -> None:
         }
         assert stored["codes"].shape == (full, 2, 16) and stored["rest"].shape == (full, 16, 4)
         turned = rq.rotate(one.means(b, head)[: full * 16], cache_config.seed).reshape(full, 16, 64)
-        codes = rq.unpack_codes(stored["mean"], 4, 64).astype(int) - 8
+        codes = stored["mean"].astype(int) - 128
         scale = stored["mean_scale"].astype(np.float64)[:, None]
-        assert np.abs(codes).max() == 7
+        assert np.abs(codes).max() == 127
         assert (np.abs(codes * scale - turned.mean(axis=1)) <= scale * (0.5 + 1e-3)).all()
         rest = turned - (codes * scale)[:, None]
         signs = rq._signs(cache_config, stored, 64, 3)
@@ -112,7 +112,7 @@ def test_a_part_of_the_dimensions_estimates_them_all() -> None:
     k, a = rng.normal(size=(64, 64)) + rng.normal(size=64), rng.normal(size=64)
     gaps = []
     for seed in range(300):
-        cache_config = CacheConfig(method="rq", mean_tokens=64, mean_bits=8, parts=2, seed=seed)
+        cache_config = CacheConfig(method="rq", mean_tokens=64, parts=2, seed=seed)
         summary = {name: np.asarray(x)[None] for name, x in rq.build(cache_config, {}, k).items()}
         gaps.append(rq.stage(cache_config, summary, a, 1) - rq.stage(cache_config, summary, a, 2))
     gaps = np.array(gaps)
@@ -360,13 +360,11 @@ def test_what_is_usual() -> None:
     ({"method": "box", "mean_tokens": 32}, "not for method box"),
     ({"mean_tokens": 32, "group_size": 32}, "no multiple of the group of 32 tokens"),
     ({"mean_tokens": 64, "block_size": 48}, "does not fit"),
-    ({"mean_bits": 3}, "eps-mean-bits 3 is not 4 or 8"),
     ({"cascade": (0.5, 0.4, 0.3)}, "up to 2 shares"),
     ({"cascade": (1.5,)}, "eps-cascade 1.5 is not"),
     ({"cascade": (0.2, 0.5)}, "rise"),
     ({"cascade": (0.05,), "rescore": 0.1}, "eps-cascade 0.05 and then eps-rescore 0.1 rise"),
     ({"method": "box", "cascade": (0.25,)}, "eps-cascade reads rq codes in parts, and method box has none"),
-    ({"method": "box", "mean_bits": 8}, "eps-mean-bits 8 is of a unit's mean"),
     ({"cascade": (0.25,), "rq_bounds": True}, "eps-rq-bounds reads the whole code"),
 ], ids=str)  # fmt: skip
 def test_contradictions_are_one_line(wrong: dict, words: str) -> None:

@@ -123,7 +123,7 @@ class CpuKernels:
         """See `summaries.table.build_summary`: k [F, Hkv, U, D] of units of U tokens."""
         ops, keys = self.ops, self.host(self.ops.float32(k))
         turned, mean = write.unit_means(keys, cache_config.S, self.host(constants["signs"]), self.run)
-        fields, stored = stored_means(ops, self.array(mean), cache_config.mean_bits)
+        fields, stored = stored_means(ops, self.array(mean))
         summary = write.build_units(
             turned, self.host(stored), part_dims(cache_config, keys.shape[-1]), cache_config.second_bit, self.run
         )

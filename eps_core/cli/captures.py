@@ -42,7 +42,7 @@ _METHODS = (*METHODS[1:], *EVALUATION_METHODS)  # that replay takes
 # flags that only codes have, as they are when not given
 _CODE_FLAGS: dict[str, Any] = {
     "eps_rq_bounds": False,
-    **dict.fromkeys(("eps_mean_tokens", "eps_mean_bits", "eps_cascade", "eps_rescore")),
+    **dict.fromkeys(("eps_mean_tokens", "eps_cascade", "eps_rescore")),
 }
 
 
@@ -259,7 +259,7 @@ def _name(config: EpsConfig) -> str:
     cache, read = config.cache_config, config.selection_config
     name = f"{cache.method}@{cache.S}"
     if cache.method_spec.coded:
-        name += f" 1 bit of {cache.mean_tokens}" + (" in 4 bits" if cache.mean_bits == 4 else "")
+        name += f" 1 bit of {cache.mean_tokens}"
         name += f" stages {','.join(map(str, read.cascade))}" if read.cascade else ""
         name += f" refine {read.rescore:g}" if read.rescore else ""
         name += " bounds" if cache.rq_bounds else ""

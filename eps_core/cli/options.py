@@ -58,9 +58,6 @@ summary_options = options(
         help=f"{_CODED}: tokens of the mean key that codes refer to, 32 or 64.  [default: {_UNIT.mean_tokens}]",
     ),
     _kept(
-        "--eps-mean-bits", type=Whole(), help=f"Bits of a dimension of that mean, 4 or 8.  [default: {_UNIT.mean_bits}]"
-    ),
-    _kept(
         "--eps-cascade", also=["--eps-stages"], type=ListOf(Real()),
         help=f"{_CODED}: read half of each code, the rest of this share of the groups; 0.5,0.2: a "
         f"quarter, a quarter of .5, half of .2; 0: whole.  [default: {','.join(map(str, _UNIT.cascade))}; "
@@ -204,7 +201,7 @@ def config_of(
 
 def summary_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of `summary_options` as settings, flat."""
-    same = ("dim", "mean_tokens", "mean_bits", "rescore", "group_size", "group_blocks")
+    same = ("dim", "mean_tokens", "rescore", "group_size", "group_blocks")
     cascade = () if flags["eps_cascade"] == (0,) else flags["eps_cascade"]
     return {**{name: flags[f"eps_{name}"] for name in same}, "cascade": cascade, "block_size": flags["block_size"]}
 

@@ -89,7 +89,6 @@ class CacheConfig:
     second_bit: bool = False  # a rescoring bit of every code of 1 bit is kept, to be read of the best
     # rq: tokens of the unit about whose mean its groups are coded; 0: the method has no codes
     mean_tokens: int = None  # type: ignore[assignment]
-    mean_bits: int = None  # type: ignore[assignment]  # of one dimension of that mean
     parts: int = 1  # in how many parts such codes are kept, to be read in stages
     rq_bounds: bool = False  # codes also store residual norm, radius and key norm (fp16), and so have bounds
     bound_bits: int = 0  # 4 or 8: bound from codes of single keys instead of the method's own bounds
@@ -167,18 +166,10 @@ class CacheConfig:
             tokens in UNIT_TOKENS or (method_spec is None and not tokens),
             f"eps-mean-tokens {tokens} is not 32 or 64: use 64",
         )
-        if self.mean_bits is None:
-            object.__setattr__(self, "mean_bits", 4 if method_spec is None else method_spec.mean_bits)
-        require(self.mean_bits in (4, 8), f"eps-mean-bits {self.mean_bits} is not 4 or 8: use 8")
         if not tokens:
             require(
                 self.parts == 1,
                 f"eps-cascade reads {coded_methods()} codes in parts, and method {self.method} has none: leave it out",
-            )
-            require(
-                self.mean_bits == 4,
-                f"eps-mean-bits {self.mean_bits} is of a unit's mean of {coded_methods()}, not of method "
-                f"{self.method}: leave it out",
             )
             return
         require(

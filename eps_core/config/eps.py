@@ -43,7 +43,6 @@ class EpsConfig:
     # summaries: fixed when a cache is made
     dim: int | None = None  # numbers of a summary, for the methods that have it
     mean_tokens: int | None = None  # rq: tokens of the block whose mean codes refer to: 32 or 64
-    mean_bits: int | None = None  # rq: bits of one dimension of that mean: 4 or 8
     cascade: tuple[float, ...] | None = None  # rq: shares of the groups whose codes are read further; (): all of them
     rescore: float | None = None  # rq: share of the groups of which a rescoring bit is read
     rq_bounds: bool | None = None  # rq: store what error bounds need, 6 bytes a group

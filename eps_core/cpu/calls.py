@@ -150,29 +150,29 @@ def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, e
         arrays."""
         dims = part_dims(cache_config, head_dim)
         words = sum(-(-many // (8 * unit_vectors.WORD)) for many in (*dims, head_dim)) * unit_vectors.WORD_TABLE // 4
-        sides, mean_bytes = 8 // cache_config.mean_bits, -(-head_dim * cache_config.mean_bits // 8)
-        sizes = words, sides * vectors.HEADS * mean_bytes, (len(dims) + 1) * vectors.HEADS
+        sizes = words, vectors.HEADS * head_dim, (len(dims) + 1) * vectors.HEADS
         return (
             np.array(plan.cascaded(head_dim), np.int64).reshape(-1, batch), write.rotation(head_dim), np.array(dims),
             [(rows, passes, size) for size in sizes], units.new_lists(0, groups, chunks, passes),
         )  # fmt: skip
 
-    key = "score_units", cache_config.parts, cache_config.mean_bits, per_span, head_dim, num_heads, kv_heads
+    key = "score_units", cache_config.parts, per_span, head_dim, num_heads, kv_heads
     cascaded, rotation, dims, shapes, no_lists = plan.once(key, know)
     codes, *later = (pools[name] for name in PARTS[len(dims)])
 
     def work() -> tuple[Any, ...]:
         words, queries, factors = aligned(*shapes)
         return (
-            np.empty((batch, spans), np.uint8), np.empty((batch, spans), np.int64), words.view(np.int8), queries,
-            factors.reshape(rows, passes, -1, vectors.HEADS), np.empty((rows, passes, vectors.HEADS), np.float32),
+            np.empty((batch, spans), np.uint8), np.empty((batch, spans), np.int64), words.view(np.int8),
+            queries.reshape(rows, passes, vectors.HEADS, head_dim), factors.reshape(rows, passes, -1, vectors.HEADS),
+            np.empty((rows, passes, vectors.HEADS), np.float32),
             np.empty((rows, passes * vectors.HEADS * (spans + vectors.LANES)), np.float32),
             units.new_lists(rows, groups, chunks, passes) if together else no_lists,
         )  # fmt: skip
 
     args = (
         together, q, *(host.rows(cache.k[layer], spec.dtype) if sums else _NO_KEYS), sums,
-        pools["mean"], pools["mean_scale"], cache_config.mean_bits, pools["scale"], codes,
+        pools["mean"], pools["mean_scale"], pools["scale"], codes,
         (*later, codes, codes)[:2], pools.get("second", codes), pools.get("second_scale", pools["scale"]),
         cache.state[layer].fill, plan.table, plan.lengths, cascaded, plan.rescored,
         host(cache.fixed[layer]["signs"]), *rotation, dims, cache_config.S, cache_config.span_tokens,

@@ -50,14 +50,12 @@ def fill_words(integers, first, dims, table):
 
 
 @kernel()
-def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words, queries, factors):
+def prepare(q, shrink, signs, blocks, block_scales, dims, words, turned, factors):
     """The tables of one pass of HEADS query heads: q [HEADS, D] float32 unscaled becomes turned [HEADS, D]; words of
-    each part of a code and, behind them, of a whole one; queries of `mean_bases`; factors [parts + 1, HEADS] of each
+    each part of a code and, behind them, of a whole one; factors [parts + 1, HEADS] of each
     part, and of twice the whole code's sum and the rescoring bits'."""
     head_dim = q.shape[1]
     integers = np.empty((HEADS, head_dim), np.int8)
-    sides = 8 // mean_bits
-    mean_bytes = (head_dim + sides - 1) // sides
     for r in range(HEADS):
         for d in range(head_dim):
             turned[r, d] = q[r, d] * shrink
@@ -67,11 +65,6 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
             many += dims[part]
             factors[part, r] = step * np.float32(head_dim / many)
         factors[len(dims), r] = step * np.float32(0.5)
-        for side in range(sides):
-            for byte in range(mean_bytes):
-                dim = byte * sides + side
-                own = turned[r, dim] if dim < head_dim else np.float32(0)
-                queries[(side * HEADS + r) * mean_bytes + byte] = own
     word, first, whole = 0, 0, True
     for part in range(len(dims)):
         word += fill_words(integers, first, dims[part], words[word * WORD_TABLE :])

@@ -32,6 +32,7 @@ from eps_core.cpu.vectors import (
     vector_of,
 )
 from eps_core.summaries.base import LARGEST_ESTIMATE
+from eps_core.summaries.rq import MEAN_MOST
 
 WORD = 4  # bytes of a code that are looked up together
 WORD_TABLE = 2 * HEADS * 16 * WORD  # bytes of the tables of a word: both nibbles of each byte, for four heads
@@ -303,62 +304,40 @@ def scan_planes(builder, planes, at, stride, num_planes, scale, scale_at, table,
 
 
 @emits()
-def mean_bases(builder, means, mean_scale, first, second, third, fourth, num_bytes, bits, queries, shifts,
-               bases, base_at, base_stride):  # fmt: skip
-    """bases[base_at + r base_stride + i] = shifts[r] + mean_scale[s_i] sum over the codes c of a unit's mean, num_bytes
-    at means[s_i num_bytes ..] of 4 or 8 `bits`, of (c - 2^(bits - 1)) queries[side, r, byte] for four spans s_i,
-    `first` to `fourth`, and four heads r: `side` 1 is the high nibble of a byte of two codes."""
+def mean_bases(builder, means, mean_scale, first, second, third, fourth, head_dim, queries, shifts, bases, base_at,
+               base_stride):  # fmt: skip
+    """bases[base_at + r base_stride + i] = shifts[r] + mean_scale[s_i] sum over the D codes c of a unit's mean, a byte
+    each at means[s_i D ..], of (c - 128) queries[r D + d], for four spans s_i, `first` to `fourth`, and four heads
+    r."""
     spans = first, second, third, fourth
-    rows = [builder.at(means, (span, num_bytes)) for span in spans]
-    whole = builder.and_(num_bytes, i64(-MEAN_LANES))
+    rows = [builder.at(means, (span, head_dim)) for span in spans]
+    whole = builder.and_(head_dim, i64(-MEAN_LANES))
     floats = vector_of(f32, MEAN_LANES)
     # of each span and head; the rest of a mean that fills no register in the first lane
-    zeros = splat(0.0, MEAN_LANES)
+    zeros, words = splat(0.0, MEAN_LANES), partial(repeated, lanes=MEAN_LANES)
     sums = [[cgutils.alloca_once(builder, floats) for _ in range(SPANS)] for _ in range(HEADS)]
     for kept in (one for each in sums for one in each):
         builder.store(zeros, kept)
 
-    words = partial(repeated, lanes=MEAN_LANES)
-
-    def codes_of(stored, sides: int):
-        if sides == 1:
-            return [builder.sitofp(builder.sub(stored, words(128)), floats)]
-        if PERMUTES:
-            values = ir.Constant(vector_of(f32), [float(x - 8) for x in range(LANES)])
-            return [builder.look_up(values, x) for x in (stored, builder.lshr(stored, repeated(4)))]
-        halves = builder.and_(stored, words(15)), builder.lshr(stored, words(4))
-        return [builder.sitofp(builder.sub(half, words(8)), floats) for half in halves]
-
-    def add(first_span: int, stored, byte, sides: int, lanes: int):
+    def add(first_span: int, stored, dim, lanes: int):
         """stored: words of each of MEAN_SPANS spans, of which the first `lanes` count."""
-        codes = [codes_of(one, sides) for one in stored]
-        for side in range(sides):
-            for r in range(HEADS):
-                at = builder.at(queries, (num_bytes, side * HEADS + r), byte)
-                own = builder.load_lanes(at, lanes)
-                if lanes == 1:
-                    own = builder.insert_element(zeros, own, i32(0))
-                for i in range(MEAN_SPANS):
-                    kept = sums[r][first_span + i]
-                    builder.store(builder.fma(codes[i][side], own, builder.load(kept)), kept)
+        codes = [builder.sitofp(builder.sub(one, words(MEAN_MOST + 1)), floats) for one in stored]
+        for r in range(HEADS):
+            own = builder.load_lanes(builder.at(queries, (head_dim, r), dim), lanes)
+            if lanes == 1:
+                own = builder.insert_element(zeros, own, i32(0))
+            for i in range(MEAN_SPANS):
+                kept = sums[r][first_span + i]
+                builder.store(builder.fma(codes[i], own, builder.load(kept)), kept)
 
-    def over(sides: int):
-        for first_span in range(0, SPANS, MEAN_SPANS):
-            some = rows[first_span : first_span + MEAN_SPANS]
-            with builder.steps(0, whole, MEAN_LANES) as byte:
-                stored = [builder.load_lanes(builder.at(row, byte), MEAN_LANES) for row in some]
-                stored = [builder.zext(one, words(0).type) for one in stored]
-                add(first_span, stored, byte, sides, MEAN_LANES)
-            with builder.steps(whole, num_bytes) as byte:
-                stored = [builder.zext(builder.load(builder.at(row, byte)), i32) for row in some]
-                stored = [builder.insert_element(words(0), one, i32(0)) for one in stored]
-                add(first_span, stored, byte, sides, 1)
-
-    with builder.if_else(builder.icmp_signed("==", bits, i64(4))) as (halves, bytes_alone):
-        with halves:
-            over(2)
-        with bytes_alone:
-            over(1)
+    for first_span in range(0, SPANS, MEAN_SPANS):
+        some = rows[first_span : first_span + MEAN_SPANS]
+        with builder.steps(0, whole, MEAN_LANES) as dim:
+            stored = [builder.load_lanes(builder.at(row, dim), MEAN_LANES) for row in some]
+            add(first_span, [builder.zext(one, words(0).type) for one in stored], dim, MEAN_LANES)
+        with builder.steps(whole, head_dim) as dim:
+            stored = [builder.zext(builder.load(builder.at(row, dim)), i32) for row in some]
+            add(first_span, [builder.insert_element(words(0), one, i32(0)) for one in stored], dim, 1)
     total = builder.sums([builder.load(one) for each in sums for one in each])
     scales = builder.from_half(builder.gathered([builder.load(builder.at(mean_scale, span)) for span in spans]))
     scales = builder.shuffle(scales, scales, [*range(SPANS)] * HEADS)

@@ -62,23 +62,23 @@ def place_spans(fill, table, length, kv_heads, finalized, per_unit, states, plac
 
 @kernel()
 def score_first(
-    begin, end, mean, mean_scale, mean_bits, scale, codes, first_bytes, finalize_groups, states, places, shift, words,
+    begin, end, mean, mean_scale, scale, codes, first_bytes, finalize_groups, states, places, shift, words,
     queries, factors, shifts, adds, end_group, bases, own, own_keys,
 ):  # fmt: skip
     """The first stage of spans begin .. end - 1 of one row: bases, estimates `own` and their keys."""
     passes, spans = words.shape[0], len(places)
-    room, mean_bytes = len(bases) // (passes * HEADS), queries.shape[1] * mean_bits // (8 * HEADS)
+    room, head_dim = len(bases) // (passes * HEADS), queries.shape[2]
     for four in range(begin, end, SPANS):
         first, second = places[four] + shift, places[min(four + 1, end - 1)] + shift
         third, fourth = places[min(four + 2, end - 1)] + shift, places[min(four + 3, end - 1)] + shift
         for span in range(min(four + SEALS_AHEAD, spans), min(four + SEALS_AHEAD + SPANS, spans)):
             place = places[span] + shift
             ask_for(codes, place * first_bytes * finalize_groups, first_bytes * finalize_groups)
-            ask_for(mean, place * mean_bytes, mean_bytes)
+            ask_for(mean, place * head_dim, head_dim)
             ask_for(scale, place * finalize_groups, 1)
         for at in range(passes):
             mean_bases(
-                mean, mean_scale, first, second, third, fourth, mean_bytes, mean_bits, queries[at], shifts[at], bases,
+                mean, mean_scale, first, second, third, fourth, head_dim, queries[at].reshape(-1), shifts[at], bases,
                 at * HEADS * room + four, room,
             )  # fmt: skip
         for span in range(four, min(four + SPANS, end)):
@@ -224,7 +224,7 @@ def new_lists(rows, groups, chunks, passes):
 
 @kernel()
 def score_some(
-    progress, phase, first_row, some, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
+    progress, phase, first_row, some, mean, mean_scale, scale, codes, later, second, second_scale, lengths,
     cascaded, rescored, dims, size, head_dim, finalize_groups, per_unit, states, places, words, queries, factors,
     shifts, adds, bases, lists, estimate,
 ):  # fmt: skip
@@ -245,7 +245,7 @@ def score_some(
         row, begin = first_row + task // chunks, task % chunks * per_task
         b, h = row // kv_heads, row % kv_heads
         call_by_name(score_first, (
-            begin, min(begin + per_task, spans), mean, mean_scale, mean_bits, scale, codes, first_bytes,
+            begin, min(begin + per_task, spans), mean, mean_scale, scale, codes, first_bytes,
             finalize_groups, states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0],
             shifts[row], adds and parts == 1 and not any_rescored, (lengths[b] + size - 1) // size, bases[row],
             estimate[b, h], keys[row - first_row],
@@ -352,7 +352,7 @@ def take_heads(q, row, kv_heads, repeat, at, own_q):
 
 @kernel()
 def score_units(
-    progress, together, q, k, k_strides, adds, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale,
+    progress, together, q, k, k_strides, adds, mean, mean_scale, scale, codes, later, second, second_scale,
     fill, table, lengths, cascaded, rescored, signs, blocks, block_scales, dims, size, finalized, per_unit, states,
     places, words, queries, factors, shifts, bases, lists, estimate, chosen,
 ):  # fmt: skip
@@ -376,7 +376,7 @@ def score_units(
     repeat, rows, passes = num_heads // kv_heads, batch * kv_heads, words.shape[1]
     shrink = np.float32(1 / np.sqrt(head_dim))
     total = batch + rows * passes
-    own_q, turned = np.empty((HEADS, head_dim), np.float32), np.empty((HEADS, head_dim), np.float32)
+    own_q = np.empty((HEADS, head_dim), np.float32)
     k_row, most = np.empty(DOT_ROWS + PREFETCH_ROWS, np.int64), np.zeros(HEADS, np.float32)
     # one query head a lane of a pass
     anchors = np.empty((passes, DOT_ROWS * HEADS), np.float32)
@@ -403,8 +403,7 @@ def score_units(
                     shifts[row, at, r] = shifts[row, at, r] - middle - apart if at * HEADS + r < repeat else NO_HEAD
             take_heads(q, row, kv_heads, repeat, at, own_q)
             call_by_name(prepare, (
-                own_q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words[row, at], queries[row, at],
-                factors[row, at],
+                own_q, shrink, signs, blocks, block_scales, dims, words[row, at], queries[row, at], factors[row, at],
             ))  # fmt: skip
         finish(progress, 0)
     wait(progress, 0, total)
@@ -415,7 +414,7 @@ def score_units(
     zero, one = np.int64(0), np.int64(1)  # of literal numbers a function is compiled for each
     if together:
         call_by_name(score_some, (
-            progress, one, zero, rows, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
+            progress, one, zero, rows, mean, mean_scale, scale, codes, later, second, second_scale, lengths,
             cascaded, rescored, dims, size, head_dim, finalize_groups, per_unit, states, places, words, queries,
             factors, shifts, adds, bases, lists, estimate,
         ))  # fmt: skip
@@ -427,7 +426,7 @@ def score_units(
         if row >= rows:
             break
         call_by_name(score_some, (
-            np.zeros((MOST_PHASES, progress.shape[1]), np.int64), zero, row, one, mean, mean_scale, mean_bits, scale,
+            np.zeros((MOST_PHASES, progress.shape[1]), np.int64), zero, row, one, mean, mean_scale, scale,
             codes, later, second, second_scale, lengths, cascaded, rescored, dims, size, head_dim, finalize_groups,
             per_unit, states, places, words, queries, factors, shifts, adds, bases, own, estimate,
         ))  # fmt: skip

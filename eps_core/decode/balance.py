@@ -12,6 +12,7 @@ and dense decoding keeps its bits. The mean squares are those of 128 random toke
 the same.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,18 @@ TOKENS = 128  # of the prompt that energies are measured on
 MOST = 6  # the largest exponent
 
 
-def balance(decoder: Decoder, cache: Any, pool: PagePool, mean_tokens: int) -> np.ndarray:
+def balance(
+    decoder: Decoder, cache: Any, pool: PagePool, mean_tokens: int, report: Callable[[int, int], None]
+) -> np.ndarray:
     """Balances the keys and queries of a model with full weights, in place, for codes about means of `mean_tokens`;
-    `cache` is an empty one without summaries, for TOKENS tokens or as many as the model takes. Returns the exponents of
-    keys [L, Hkv, D / 2] int8, 0 in layers with a sliding window, which are always dense; queries have the negative
-    ones."""
+    `cache` is an empty one without summaries, for TOKENS tokens or as many as the model takes; `report` is told of how
+    many layers the attention is measured, and of how many in all. Returns the exponents of keys [L, Hkv, D / 2] int8, 0
+    in layers with a sliding window, which are always dense; queries have the negative ones."""
     spec, backend = decoder.spec, decoder.backend
     found = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim // 2), np.int8)
 
     def measure(_: Any, layer: int, q: Array, k: Array, length: int) -> None:
+        report(layer, spec.num_layers)
         if layer in spec.full:
             queries, keys = (backend.to_numpy(x).astype(np.float64) for x in (q, k))
             found[layer] = exponents(spec, queries, keys, mean_tokens)

@@ -136,7 +136,8 @@ class Session:
         if self.balanced:
             arrays, length = replace(self, kernels="arrays"), min(TOKENS, self.spec.max_context)
             mean_tokens = self.config.cache_config.mean_tokens
-            self.exponents = balance(full, *arrays.cache(CacheConfig(), length), mean_tokens)
+            with Progress("keys: balancing", "layers") as progress:
+                self.exponents = balance(full, *arrays.cache(CacheConfig(), length), mean_tokens, progress)
         return self._checked(full.quantised(WEIGHT_BITS[self.weights]))
 
     def drafter(self, verify: SpeculativeConfig) -> Decoder:

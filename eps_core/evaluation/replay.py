@@ -90,7 +90,6 @@ class ReplayResult:
             "group_size": cache.S,
             "bits": cache.code_bits,
             "mean_tokens": cache.mean_tokens or None,
-            "mean_bits": cache.mean_bits if cache.mean_tokens else None,
             "cascade": list(selection.cascade) or None,
             "rescore": selection.rescore or None,
             "dim": cache.dim,

@@ -37,7 +37,7 @@ def memory_rows(shape: Shape, kv_bits: KvFormats, given: Mapping[str, Any]) -> l
         if method_spec(method).dim is not None:
             settings["dim"] = given["dim"]
         if method_spec(method).coded:
-            settings |= {name: given[name] for name in ("mean_tokens", "mean_bits", "cascade", "rescore")}
+            settings |= {name: given[name] for name in ("mean_tokens", "cascade", "rescore")}
             if "rq_bounds" in settings:  # which read codes whole
                 settings["cascade"] = None
         cache = EpsConfig.of(method, **settings).cache_config

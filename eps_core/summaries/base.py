@@ -43,8 +43,6 @@ class Settings(Protocol):
     @property
     def mean_tokens(self) -> int: ...
     @property
-    def mean_bits(self) -> int: ...
-    @property
     def parts(self) -> int: ...
     @property
     def rq_bounds(self) -> bool: ...
@@ -101,7 +99,6 @@ class UnitFacts:
     """Defaults of codes about the mean of a unit of tokens."""
 
     mean_tokens: int
-    mean_bits: int
     cascade: tuple[float, ...]
     rescore: float  # share of the groups of which the rescoring bit is read
 

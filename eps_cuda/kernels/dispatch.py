@@ -63,7 +63,7 @@ def estimates(
         query = replace(query, anchors=scoring.anchors(OPS, cache, layer, q, table[:, 0], selection_config))
     return unit_kernels.score_units(
         query, summary, cache.valid[layer], table, lengths, depth,
-        group_size=cache_config.S, mean_bits=cache_config.mean_bits, dims=part_dims(cache_config, cache.spec.head_dim),
+        group_size=cache_config.S, dims=part_dims(cache_config, cache.spec.head_dim),
     )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def write(
         finite = cache.finite[layer]
         if cache_config.enabled:
             summary, valid = cache.summaries[layer], cache.valid[layer]
-            rq = UnitPools(summary, cache.fixed[layer]["signs"], cache_config.S, cache_config.mean_bits)
+            rq = UnitPools(summary, cache.fixed[layer]["signs"], cache_config.S)
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(k, v, slots, *cache.plain(layer), finite, valid, span_tokens=cache_config.span_tokens, rq=rq)
 

@@ -77,10 +77,9 @@ def _rotate(x, signs, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.const
 
 
 @triton.jit
-def _pack(codes, SIZE: tl.constexpr, BITS: tl.constexpr):
-    """`pack_codes`: int32 [SIZE] -> [SIZE * BITS / 8] bytes."""
-    shift = tl.arange(0, 8 // BITS) * BITS
-    return tl.sum(tl.reshape(codes, (SIZE * BITS // 8, 8 // BITS)) << shift[None, :], axis=1).to(tl.uint8)
+def _pack(bits, SIZE: tl.constexpr):
+    """`pack_codes` of one bit: int32 [SIZE] -> [SIZE / 8] bytes."""
+    return tl.sum(tl.reshape(bits, (SIZE // 8, 8)) << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
 
 
 @triton.jit
@@ -126,7 +125,7 @@ def _store_part(
 def _finalize_unit(
     rows, new, signs, at, mean, mean_scale, codes, more, rest, scale, second, second_scale,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, LOG_GROUPS: tl.constexpr, LOG_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr, MEAN_BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr,
     CODES: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, SECOND: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """`rq.build` of the TOKENS keys at `rows` about their mean, in GROUPS groups of 2^LOG_SIZE, stored at `at`; the
@@ -143,12 +142,8 @@ def _finalize_unit(
     y = _rotate(total * (1.0 / (1 << LOG_SIZE)), signs, GROUPS, HEAD_DIM, DIM2, LOG_DIM)
     y = tl.reshape(y, (GROUPS, DIM2))
 
-    MOST: tl.constexpr = (1 << (MEAN_BITS - 1)) - 1
-    integers, step = _mean_codes(_add_halves(y, GROUPS, DIM2, LOG_GROUPS) * (1.0 / GROUPS), MOST)
-    BYTES: tl.constexpr = (HEAD_DIM * MEAN_BITS + 7) // 8
-    byte = tl.arange(0, DIM2 * MEAN_BITS // 8)
-    packed = _pack(tl.where(inside, integers.to(tl.int32) + (MOST + 1), 0), DIM2, MEAN_BITS)
-    tl.store(mean + at * BYTES + byte, packed, mask=byte < BYTES)
+    integers, step = _mean_codes(_add_halves(y, GROUPS, DIM2, LOG_GROUPS) * (1.0 / GROUPS), 127)
+    tl.store(mean + at * HEAD_DIM + d, (integers.to(tl.int32) + 128).to(tl.uint8), mask=inside)
     tl.store(mean_scale + at, step)
 
     x = y - (integers * step.to(tl.float32))[None, :]
@@ -158,7 +153,7 @@ def _finalize_unit(
     group = at * GROUPS + tl.arange(0, GROUPS)
     tl.store(scale + group, _to_byte(_unbiased_scale(energy, tl.sum(tl.abs(x), axis=1))))
     ROW: tl.constexpr = DIM2 // 8
-    packed = _pack(tl.reshape(positive, (GROUPS * DIM2,)), GROUPS * DIM2, 1)
+    packed = _pack(tl.reshape(positive, (GROUPS * DIM2,)), GROUPS * DIM2)
     _store_part(codes, packed, at, 0, CODES, True, GROUPS, ROW)
     if more is not None:
         _store_part(more, packed, at, CODES, MORE, False, GROUPS, ROW)
@@ -172,7 +167,7 @@ def _finalize_unit(
             size = tl.where(there[None, :], tl.gather(size, leaf_row, 1), 0.0)
         step = (_add_halves(tl.trans(size), DIM2, GROUPS, LOG_DIM) * SECOND)[:, None]
         finer = (inside[None, :] & ((x >= step) | ((x < 0) & (x >= -step)))).to(tl.int32)
-        packed = _pack(tl.reshape(finer, (GROUPS * DIM2,)), GROUPS * DIM2, 1)
+        packed = _pack(tl.reshape(finer, (GROUPS * DIM2,)), GROUPS * DIM2)
         _store_part(second, packed, at, 0, (HEAD_DIM + 7) // 8, False, GROUPS, ROW)
         finer_levels = levels + 0.5 * (2.0 * finer.to(tl.float32) - 1.0)
         tl.store(second_scale + group, _to_byte(_unbiased_scale(energy, tl.sum(x * finer_levels, axis=1))))

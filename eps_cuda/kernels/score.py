@@ -76,38 +76,6 @@ def _query(turned_row, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: t
 
 
 @triton.jit
-def _add_codes(
-    total, codes, at, listed, query_row, power, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr,
-    BITS: tl.constexpr, BYTES: tl.constexpr, BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr,
-):  # fmt: skip
-    """total [BLOCK, 2 RP] + sum over D dimensions of code * query, times 2^-24 where SUBNORMAL: bytes of codes from
-    `at` on, the query of each head scaled by power [2 RP] and in halves. Where a code has fewer bytes than the 16 that
-    one product adds up, FOLD codes of each byte share it."""
-    PER_BYTE: tl.constexpr = 8 // BITS
-    MASK: tl.constexpr = (1 << BITS) - 1
-    k, n = tl.arange(0, BP * FOLD), tl.arange(0, 2 * RP)
-    r = n // 2
-    byte, fold = k % BP, k // BP
-    packed = tl.load(codes + at[:, None] + byte[None, :], mask=listed[:, None] & (byte < BYTES)[None, :], other=0)
-    for step in tl.static_range((PER_BYTE + FOLD - 1) // FOLD):
-        if FOLD == 1:
-            masked = packed & (MASK << (step * BITS))
-        else:
-            masked = packed & (MASK << ((step * FOLD + fold) * BITS)).to(tl.uint8)[None, :]
-        part = step * FOLD + fold
-        d = byte * PER_BYTE + part
-        used = (byte < BYTES) & (part < PER_BYTE) & (d < D)
-        a = tl.load(query_row + r[None, :] * D + d[:, None], mask=used[:, None] & (r < R)[None, :], other=0.0)
-        unshift = ((127 - part * BITS) << 23).to(tl.float32, bitcast=True)
-        columns = _halves(a * power[None, :] * unshift[:, None], n)
-        if SUBNORMAL:
-            total = tl.dot(masked.to(tl.uint16).to(tl.float16, bitcast=True), columns, total)
-        else:
-            total = tl.dot(masked.to(tl.float16), columns, total)
-    return total
-
-
-@triton.jit
 def _from_byte(stored):
     """The float32 numbers that `_to_byte` stored."""
     return (stored.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
@@ -207,11 +175,3 @@ def _block(rows: int, groups: int, row_bytes: int) -> int:
     while block > SMALLEST_BLOCK and rows * groups < block * FULL_PROGRAMS:
         block //= 2
     return block
-
-
-def code_shape(head_dim: int, bits: int) -> dict[str, int]:
-    """Return how a group's codes lie in a product: BYTES of them, padded to BP, FOLD codes of a byte at once."""
-    num_bytes = -(-head_dim * bits // 8)
-    padded = triton.next_power_of_2(num_bytes)
-    # at least 16 rows in all; codes past a byte's last multiply zeros
-    return {"BITS": bits, "BYTES": num_bytes, "BP": padded, "FOLD": max(16 // padded, 1)}

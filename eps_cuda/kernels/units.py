@@ -27,17 +27,16 @@ from eps_cuda.kernels.finalize import TO_INTEGER, _rotate
 from eps_cuda.kernels.overlap import overlap, release, wait
 from eps_cuda.kernels.score import (
     _add_bits,
-    _add_codes,
     _block,
     _columns,
     _estimate,
     _from_byte,
+    _halves,
     _integer_sums,
     _padded_heads,
     _pairs,
     _places,
     _query,
-    code_shape,
 )
 from eps_cuda.kernels.select import Depth, select_best
 from eps_cuda.kernels.write import LEAST_WIDTH
@@ -99,9 +98,8 @@ def _round_queries(
 @triton.jit
 def _score_means(
     turned, mean, mean_scale, anchors, table, lengths, bases, table_units, spans, kv_heads,
-    R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
-    BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, SPAN: tl.constexpr,
-    LOG_S: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
+    R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, SUBNORMAL: tl.constexpr,
+    SPU: tl.constexpr, SPAN: tl.constexpr, LOG_S: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """BLOCK units' means of one (sequence, kv head): log S + m_hat . a of each query head, less its anchor unless there
     is none."""
@@ -113,11 +111,15 @@ def _score_means(
     _, tile = _places(table + b * table_units, span, inside, kv_heads, h, SPU)
     turned_row, r = turned + row * R * D, tl.arange(0, RP)
     power, inverse, sums = _query(turned_row, R, D, RP, DP)
-    total = tl.zeros((BLOCK, 2 * RP), tl.float32)
-    total = _add_codes(total, mean, tile * BYTES, inside, turned_row, power, R, D, RP, BITS, BYTES, BP, FOLD, SUBNORMAL)
+    # codes times the query of each head, scaled by its power and in halves; times 2^-24 where SUBNORMAL
+    d, column = tl.arange(0, DK), tl.arange(0, 2 * RP)
+    codes = tl.load(mean + tile[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
+    used = (d < D)[:, None] & (column < 2 * R)[None, :]
+    a = tl.load(turned_row + column[None, :] // 2 * D + d[:, None], mask=used, other=0.0)
+    halves = codes.to(tl.uint16).to(tl.float16, bitcast=True) if SUBNORMAL else codes.to(tl.float16)
+    total = tl.dot(halves, _halves(a * power[None, :], column))
     unit = inverse * 16777216.0 if SUBNORMAL else inverse
-    MIDDLE: tl.constexpr = 1 << (BITS - 1)
-    dots = _pairs(total, BLOCK, RP) * unit[None, :] - (MIDDLE * sums)[None, :]
+    dots = _pairs(total, BLOCK, RP) * unit[None, :] - (128 * sums)[None, :]
     step = tl.load(mean_scale + tile, mask=inside, other=0.0).to(tl.float32)
     place = (row.to(tl.int64) * spans + span)[:, None] * R + r[None, :]
     base = LOG_S + dots * step[:, None]
@@ -325,18 +327,18 @@ def integer_columns(repeat: int) -> int:
 
 def _bases(
     query: Query, summary: dict[str, Tensor], table: Tensor, lengths: Tensor,
-    shared: dict[str, float], group_size: int, mean_bits: int,
+    shared: dict[str, float], group_size: int,
 ) -> Tensor:  # fmt: skip
     """log S + m_hat . a [B, Hkv, units, R] of all units, less the anchors."""
     batch, kv_heads, repeat, head_dim = query.turned.shape
     per_unit, together = summary["scale"].shape[2:]
-    spans, shape = table.shape[1] * per_unit, code_shape(head_dim, mean_bits)
-    assert shape["BYTES"] == summary["mean"].shape[3]
+    spans, padded = table.shape[1] * per_unit, max(triton.next_power_of_2(head_dim), 16)  # what one product adds up
+    assert summary["mean"].shape[3] == head_dim
     bases = torch.empty((batch, kv_heads, spans, repeat), dtype=torch.float32, device=table.device)
-    block = _block(batch * kv_heads, spans, shape["BP"] * shape["FOLD"])
+    block = _block(batch * kv_heads, spans, padded)
     _score_means[(triton.cdiv(spans, block), batch * kv_heads)](
         query.turned, summary["mean"], summary["mean_scale"], query.anchors, table, lengths, bases, table.shape[1],
-        spans, kv_heads, D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SPAN=together * group_size,
+        spans, kv_heads, D=head_dim, RP=_padded_heads(repeat), DK=padded, **shared, SPAN=together * group_size,
         LOG_S=math.log(group_size), BLOCK=block, **overlap(table.device),
     )  # fmt: skip
     return bases
@@ -344,8 +346,7 @@ def _bases(
 
 def score_units(
     query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, depth: Depth,
-    *, group_size: int, mean_bits: int, dims: tuple[int, ...],
-    subnormal: bool = not torch.version.hip,
+    *, group_size: int, dims: tuple[int, ...], subnormal: bool = not torch.version.hip,
 ) -> Tensor:  # fmt: skip
     """Estimates [B, Hkv, G] float32 of log A_p, +inf inside the sequence without a valid summary (a partial group too),
     -inf past its end, each by as much of its code as `depth` lets be read. Where the query heads have anchors, the
@@ -366,7 +367,7 @@ def score_units(
         "SUBNORMAL": subnormal,
         "SPU": per_unit,
     }
-    bases = _bases(query, summary, table, lengths, shared, group_size, mean_bits)
+    bases = _bases(query, summary, table, lengths, shared, group_size)
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
     shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE, "num_warps": 1}
     shared["ASM"] = table.is_cuda and not torch.version.hip

@@ -29,7 +29,6 @@ class UnitPools(NamedTuple):
     summary: dict[str, Tensor]  # pools [P, Hkv, SPU, ..] by the names of `eps_core.summaries.rq`
     signs: Tensor  # [2, D] float32, +-1
     group_size: int
-    bits: int  # of a dimension of the mean
 
     @property
     def part_bytes(self) -> tuple[int, int, int]:
@@ -44,7 +43,7 @@ def write_kernel(
     codes, scale, second, second_scale, signs, unit_mean, unit_mean_scale, more, rest,
     k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr,
-    UNIT: tl.constexpr, SPAN: tl.constexpr, LOG_SPAN: tl.constexpr, LOG_GROUP: tl.constexpr, BITS: tl.constexpr,
+    UNIT: tl.constexpr, SPAN: tl.constexpr, LOG_SPAN: tl.constexpr, LOG_GROUP: tl.constexpr,
     SECOND: tl.constexpr, CODES: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
@@ -78,7 +77,7 @@ def write_kernel(
             rows = k_pool + start + (offset - (SPAN - 1)) * TOKEN_STRIDE
             _finalize_unit(
                 rows, key, signs, group, unit_mean, unit_mean_scale, codes, more, rest, scale, second, second_scale,
-                SPAN, SPAN >> LOG_GROUP, LOG_SPAN - LOG_GROUP, LOG_GROUP, HEAD_DIM, DIM2, LOG_DIM, BITS,
+                SPAN, SPAN >> LOG_GROUP, LOG_SPAN - LOG_GROUP, LOG_GROUP, HEAD_DIM, DIM2, LOG_DIM,
                 CODES, MORE, REST, SECOND, TOKEN_STRIDE,
             )  # fmt: skip
 
@@ -89,7 +88,7 @@ def _check_units(rq: UnitPools, units: tuple[int, ...], head_dim: int, span_toke
     assert rq.group_size * groups == span_tokens and groups & (groups - 1) == 0, "groups are no power of two"
     first, *later = rq.part_bytes
     shapes = {
-        "mean": (-(-head_dim * rq.bits // 8),), "mean_scale": (), "codes": (first, groups), "more": (groups, later[0]),
+        "mean": (head_dim,), "mean_scale": (), "codes": (first, groups), "more": (groups, later[0]),
         "rest": (groups, later[1]), "scale": (groups,), "second": (groups, num_bytes), "second_scale": (groups,),
     }  # fmt: skip
     assert sum(rq.part_bytes) == num_bytes and ("second" in rq.summary) == ("second_scale" in rq.summary)
@@ -104,16 +103,16 @@ def _log2_up(number: int) -> int:
 
 
 def launch_constants(
-    kv_heads: int, head_dim: int, unit_tokens: int, span_tokens: int, bits: int, group_size: int = 0,
+    kv_heads: int, head_dim: int, unit_tokens: int, span_tokens: int, group_size: int = 0,
     part_bytes: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[dict[str, int | float], int]:  # fmt: skip
-    """(constexpr arguments of `write_kernel`, warps). Of rq `bits` of the mean, `group_size`, and the bytes of a
+    """(constexpr arguments of `write_kernel`, warps). Of rq `group_size`, and the bytes of a
     group's codes in `codes`, `more` and `rest`."""
     log_dim = _log2_up(max(head_dim, LEAST_WIDTH))
     constants = {
         "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "DIM2": 1 << log_dim, "LOG_DIM": log_dim,
         "UNIT": unit_tokens, "SPAN": span_tokens, "LOG_SPAN": _log2_up(span_tokens),
-        "LOG_GROUP": _log2_up(group_size or span_tokens), "BITS": bits,
+        "LOG_GROUP": _log2_up(group_size or span_tokens),
         "SECOND": float(np.float32(SECOND_STEP / head_dim)),
         **dict(zip(("CODES", "MORE", "REST"), part_bytes, strict=True)),
     }  # fmt: skip
@@ -154,8 +153,7 @@ def write_tokens(
     if not num_tokens:
         return
     constants, num_warps = launch_constants(
-        kv_heads, head_dim, unit_tokens, span_tokens, rq.bits if rq else 1,
-        *((rq.group_size, rq.part_bytes) if rq else ()),
+        kv_heads, head_dim, unit_tokens, span_tokens, *((rq.group_size, rq.part_bytes) if rq else ())
     )  # fmt: skip
     pools = {**rq.summary, "signs": rq.signs} if rq else {}
     names = "codes", "scale", "second", "second_scale", "signs", "mean", "mean_scale", "more", "rest"

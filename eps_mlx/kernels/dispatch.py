@@ -31,7 +31,7 @@ class MetalKernels(GpuKernels):
         anchor = scoring.anchors(OPS, cache, layer, q, OPS.index(q, plan.table[:, 0]), plan.config.selection_config)
         estimate, base = score_units(
             query, summary, cache.valid[layer], table, lengths, anchor, group_size=cache_config.S,
-            mean_bits=cache_config.mean_bits, sums=plan.sums_after(0, cache.spec.head_dim),
+            sums=plan.sums_after(0, cache.spec.head_dim),
         )  # fmt: skip
         # the groups still in the race: of the first stage all
         values, groups = estimate, None

@@ -80,9 +80,8 @@ _LOAD = """
 _SCORE_UNITS = (
     """
     constexpr int SHARING = N / PIECE;  // lanes of a span: of what is summarised together
-    constexpr int PER_WORD = 8 * int(sizeof(WORD)) / BITS;
-    constexpr int WORDS = (D * BITS + 7) / 8 / int(sizeof(WORD));
-    constexpr float ZERO = float(1 << (BITS - 1));
+    constexpr int PER_WORD = int(sizeof(WORD));
+    constexpr int WORDS = D / PER_WORD;
 """
     + _ROW
     + _LOAD % {"name": "query", "many": "WORDS * PER_WORD", "array": "turned"}
@@ -108,7 +107,7 @@ _SCORE_UNITS = (
         const uint word = uint(mean[size_t(tile) * WORDS + w]);
         #pragma unroll
         for (int j = 0; j < PER_WORD; j++) {
-            const float level = float((word >> (BITS * j)) & ((1u << BITS) - 1u)) - ZERO;
+            const float level = float((word >> (8 * j)) & 255u) - 128.0f;
             #pragma unroll
             for (int r = 0; r < R; r++) {
                 mean_dot[r] += level * query[(w * PER_WORD + j) * R + r];
@@ -273,7 +272,7 @@ _read_on = Kernel(
 
 def score_units(
     query: Query, summary: dict[str, mx.array], valid: mx.array, table: mx.array, lengths: mx.array,
-    anchors: mx.array | None, *, group_size: int, mean_bits: int, sums: bool,
+    anchors: mx.array | None, *, group_size: int, sums: bool,
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
     """(estimates [B, Hkv, G] float32 of log masses by the first part of the codes, max over the R query heads; what the
     means say of them [B, Hkv, spans, R] float32, for `read_on`). With `anchors` [B, Hkv, R] float32 of each query head
@@ -283,12 +282,12 @@ def score_units(
     [P * spans of a unit] uint8 (0: no valid summary), table [B, M] int32, lengths [B] int32."""
     repeat, head_dim = query.turned.shape[2:]
     template, mean = _template(query, summary), summary["mean"]
-    assert mean.shape[-1] == -(-head_dim * mean_bits // 8), f"means of {mean.shape[-1]} bytes"
+    assert mean.shape[-1] == head_dim, f"means of {mean.shape[-1]} bytes"
     # the widest words that a mean is a whole number of
-    word = next(word for size, word in WORDS.items() if mean.shape[-1] % size == 0)
+    word = next(word for size, word in WORDS.items() if head_dim % size == 0)
     num_groups, finalized = table.shape[1] * template["SPU"] * template["N"], template["N"]
     piece = min(PIECE, finalized)
-    held = (8 // mean_bits * mean.shape[-1] + 8 * template["B0"]) * repeat * 4
+    held = (head_dim + 8 * template["B0"]) * repeat * 4
     if held > THREADGROUP_BYTES:
         raise ValueError(
             f"{repeat} query heads of {head_dim} dimensions per kv head need {held} bytes of threadgroup memory, more "
@@ -302,7 +301,7 @@ def score_units(
             *(summary[name] for name in ("mean_scale", "scale", "codes")), valid, table, lengths, integers(num_groups),
         ],
         template | {
-            "WORD": word, "BITS": mean_bits, "S": group_size, "PIECE": piece,
+            "WORD": word, "S": group_size, "PIECE": piece,
             "STRETCH": _stretch(head_dim, template["B0"]), "ANCHORED": anchors is not None, "SUM": sums,
         },
         grid=(THREADS * -(-num_spans * (finalized // piece) // THREADS), rows, 1),

@@ -9,7 +9,7 @@ from eps_core.attention.protocol import Array
 from eps_core.backend.ops import Ops, Score, Summary
 from eps_core.config.cache import CacheConfig
 from eps_core.summaries.base import LARGEST_ESTIMATE
-from eps_core.summaries.rq import PARTS, QUERY_STEPS, SECOND_STEP, hadamard_blocks, part_dims
+from eps_core.summaries.rq import MEAN_MOST, PARTS, QUERY_STEPS, SECOND_STEP, hadamard_blocks, part_dims
 
 # ------------------------------------------------------------------------------------------------------------- rotation
 
@@ -78,11 +78,10 @@ def _second_bit(ops: Ops, x: Array, levels: Array) -> tuple[Array, Array]:
     return second, scale_of(ops, x, levels + 0.5 * levels_of(ops, second, 1))
 
 
-def stored_means(ops: Ops, mean: Array, bits: int) -> tuple[Summary, Array]:
-    """Return the fields of spans' means [.., D] in codes of so many bits, and the float32 numbers that they store."""
-    most = 2 ** (bits - 1) - 1
-    codes, scale = ops.mean_codes(mean, most)
-    fields = {"mean": pack_codes(ops, ops.int32(codes) + (most + 1), bits), "mean_scale": scale}
+def stored_means(ops: Ops, mean: Array) -> tuple[Summary, Array]:
+    """Return the fields of spans' means [.., D], and the float32 numbers that they store."""
+    codes, scale = ops.mean_codes(mean, MEAN_MOST)
+    fields = {"mean": ops.uint8(ops.int32(codes) + (MEAN_MOST + 1)), "mean_scale": scale}
     return fields, ops.float32(codes) * ops.float32(scale)[..., None]
 
 
@@ -91,7 +90,7 @@ def build(ops: Ops, cache_config: CacheConfig, constants: Summary, k: Array) -> 
     signs = constants["signs"]
     by_group = k.reshape(*k.shape[:-2], -1, cache_config.S, k.shape[-1])
     turned = rotate(ops, tree_sum(ops, by_group) * (1 / cache_config.S), signs)  # [.., Hkv, N, D]
-    fields, means = stored_means(ops, tree_sum(ops, turned) * (1 / turned.shape[-2]), cache_config.mean_bits)
+    fields, means = stored_means(ops, tree_sum(ops, turned) * (1 / turned.shape[-2]))
     stored = means[..., None, :]
     x = turned - stored
     positive = ops.uint8(x >= 0)
@@ -124,7 +123,7 @@ def rounded_query(ops: Ops, turned: Array) -> tuple[Array, Array]:
 
 def unit_base(ops: Ops, cache_config: CacheConfig, summary: Summary, turned: Array) -> Array:
     """log n + m_hat.a of units, [B, Hkv, R, units]."""
-    dots = ops.packed_dots(summary["mean"], cache_config.mean_bits, turned, has_zero=True)
+    dots = ops.packed_dots(summary["mean"], 8, turned, has_zero=True)
     return math.log(cache_config.S) + dots * ops.per_group(summary, "mean_scale")
 
 
@@ -171,7 +170,7 @@ def score(ops: Ops, cache_config: CacheConfig, constants: Summary, summary: Summ
     mean = base + ops.from_byte(scale)[:, :, None] * ops.packed_dots(codes, 1, turned)
     error, radius, norm = (ops.float32(summary[name].flatten(2))[:, :, None] for name in ("error", "radius", "norm"))
     # the mean is added and taken away again, whatever the size of the keys
-    most = (2 ** (cache_config.mean_bits - 1) - 1) * math.sqrt(a.shape[-1]) * (1 + 2.0**-16)
+    most = MEAN_MOST * math.sqrt(a.shape[-1]) * (1 + 2.0**-16)
     stored = ops.repeat(ops.per_group(summary, "mean_scale") * most, groups)
     size, slack = ops.norms(a)[..., None], ops.logit_slack(a, norm + radius + stored)
     return estimate, mean - size * error - slack, mean + size * radius + slack

@@ -29,8 +29,7 @@ from experiments.bounds.truth import Filled, Truth, selection_mask, true_loss, t
 BOUNDED_ARMS: tuple[dict[str, Any], ...] = (
     *({"method": name} for name in names(lambda one: not one.no_bounds)),
     *({"method": "moments", "dim": dim} for dim in (2, 4)),
-    *({"method": "rq", "rq_bounds": True, "mean_tokens": 32, "mean_bits": bits} for bits in (4, 8)),
-    {"method": "rq", "rq_bounds": True, "mean_tokens": 64},
+    *({"method": "rq", "rq_bounds": True, "mean_tokens": tokens} for tokens in (32, 64)),
 )
 # bounded from codes of single keys: their bounds are made after the selection, so `run_sparse` alone checks them
 KEY_CODE_ARMS: tuple[dict[str, Any], ...] = (

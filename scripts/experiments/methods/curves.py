@@ -64,7 +64,6 @@ PARTS = (
     DEFAULT,
     DEFAULT.replace(group_size=2),
     DEFAULT.replace(mean_tokens=32),
-    DEFAULT.replace(mean_bits=4),
     DEFAULT.replace(cascade=()),
     DEFAULT.replace(cascade=(0.25,)),
     DEFAULT.replace(rescore=0.0),
@@ -109,7 +108,6 @@ class Arm:
     bits: int | None
     rescore: float | None
     mean_tokens: int | None
-    mean_bits: int | None
     cascade: tuple[float, ...] | None
 
 
@@ -345,7 +343,6 @@ def arm_of(variant: EpsConfig) -> dict[str, Any]:
         "bits": cache_config.code_bits,
         "rescore": selection_config.rescore if cache_config.method_spec.coded else None,
         "mean_tokens": cache_config.mean_tokens or None,
-        "mean_bits": cache_config.mean_bits if cache_config.mean_tokens else None,
         "cascade": selection_config.cascade or None,
     }
 
@@ -356,7 +353,7 @@ def label(name: Arm) -> str:
     if name.bits:
         words.append(f"{name.bits}+1 bit" if name.rescore else f"{name.bits} bit")
     if name.mean_tokens:
-        words += [f"of {name.mean_tokens}", *(["in 4 bits"] if name.mean_bits == 4 else [])]
+        words.append(f"of {name.mean_tokens}")
         words.append("stages " + ",".join(f"{share:g}" for share in name.cascade) if name.cascade else "whole")
         words += [f"second of {name.rescore:g}"] if name.rescore else []
     if name.policy != "topk":

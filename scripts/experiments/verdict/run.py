@@ -46,7 +46,7 @@ _ROUNDING = 1e-9  # a ratio of 0.9 must be 10 % saved
 ARM_KEYS = (
     "method", "policy", "dim", "bits", "group_size", "alpha", "budget", "epsilon", "tau", "first_n", "last_n",
     "num_recent_tokens", "byte_budget", "heads", "strict", "device", "model", "rescore",
-    "sink_recent", "scope", "bound_bits", "mean_tokens", "mean_bits", "cascade",
+    "sink_recent", "scope", "bound_bits", "mean_tokens", "cascade",
 )  # fmt: skip
 
 
