@@ -32,7 +32,7 @@ cell qwen-coder 8192
 cell qwen-coder 16384
 cell qwen-coder 32704 --budgets 0.01 0.02 0.05 0.125 0.2
 # the default is safe at every length
-for context in 40 150 500 700 1024 1536 2048 3072; do
+for context in 40 150 500 700 1024 1536 2048 3072 4096; do
   cell smollm2 "$context" --default-only
   cell qwen-coder "$context" --default-only
 done

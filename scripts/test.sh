@@ -3,8 +3,8 @@
 # array operations and compiled kernels of both array libraries, the commands and every engine installed with them.
 # Usage: [EPS_TEST_WORKERS=auto] scripts/test.sh [--rest | --all] [arguments of pytest]
 # --rest: what the default tier leaves out (LEFT_OUT in tests/conftest.py): GPU kernels in emulators, engines, servers,
-#         long runs; then the tests inside vLLM and SGLang, in an environment of their own (scripts/test_vllm.sh,
-#         scripts/test_sglang.sh)
+#         long runs; then the tests inside vLLM and SGLang. These and kvpress have environments of their own
+#         (scripts/test_vllm.sh, scripts/test_sglang.sh, scripts/setup_kvpress.sh)
 # --all:  style, types and both tiers
 # Arguments of pytest without --rest or --all choose among the tests of both tiers.
 set -euo pipefail
@@ -19,7 +19,7 @@ vllm=
 if [ $# = 0 ] && [ "$tier" != default ]; then  # installations side by side: each keeps one core busy
   vllm=yes
   set -m  # a process group of its own, which ends with this script
-  (scripts/setup_kvpress.sh >&2 & scripts/test_sglang.sh --install && wait $!) &
+  (scripts/setup_kvpress.sh >&2 & failed=; scripts/test_sglang.sh --install || failed=yes; wait $! && [ -z "$failed" ]) &
   installing=$!
   set +m
   trap 'kill -- "-$installing" 2> /dev/null || true' EXIT

@@ -11,7 +11,7 @@ from eps_core.config.eps import FLAT, EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.integrations.settings import Settings, from_environment
 from eps_core.io.resumable import difference
-from eps_core.io.schema import KEYS, REMOVED, SCHEMA, SETTINGS, current
+from eps_core.io.schema import KEYS, SCHEMA, SETTINGS, current
 from eps_core.metrics.steps import STEP_KEYS, summarise
 from eps_core.report.load import load_results
 
@@ -90,7 +90,7 @@ def test_results_of_schema_1_are_read(tmp_path: Path) -> None:
     assert current([{"guards": {"escalations": 1}}]) == [{"sink_recent": {"extensions": 1}}]
 
 
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", ["correction_tokens", "tail_tokens"])
 def test_a_setting_that_is_gone_is_dropped_where_it_was_off_and_refused_where_it_was_on(
     name: str, tmp_path: Path
 ) -> None:
@@ -115,3 +115,21 @@ def test_a_setting_that_is_gone_is_dropped_where_it_was_off_and_refused_where_it
         with pytest.raises(ConfigError, match=f"{name} 64: EPS has no skipped-mass correction") as error:
             read()
         assert "\n" not in str(error.value)
+
+
+def test_means_of_other_bits_are_read_and_not_run(tmp_path: Path) -> None:
+    """Every method wrote `mean_bits`: 4 where it has no codes."""
+    new = json.loads(json.dumps(EpsConfig("rq").to_dict()))
+    eight, four, box = new | {"mean_bits": 8}, new | {"mean_bits": 4}, EpsConfig("box").to_dict() | {"mean_bits": 4}
+    assert EpsConfig.of(**eight) == EpsConfig("rq") and EpsConfig.of(**box) == EpsConfig("box")
+    assert difference("config", eight, new) is None
+    assert difference("config", four, new) == "config.mean_bits differs (4 there, None now)"
+    (tmp_path / "old.jsonl").write_text(json.dumps({"type": "run", "config": four}) + "\n" + '{"type": "step"}\n')
+    assert load_results([tmp_path / "old.jsonl"]).runs[0]["run"]["config"] == new
+    for read in (
+        lambda: EpsConfig.of(**four),
+        lambda: Settings.of(four),
+        lambda: from_environment({"EPS_METHOD": "rq", "EPS_MEAN_BITS": "4"}),
+    ):
+        with pytest.raises(ConfigError, match="mean_bits 4: means of codes have 8 bits"):
+            read()

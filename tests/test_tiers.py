@@ -95,6 +95,7 @@ def test_the_script_runs_a_tier(environments: Path, arguments: list[str], calls:
         ("venv", "pyproject.toml constraints.txt", ".installed-mlx-cuda-dev-"),
         ("vllm", "pyproject.toml tests/vllm/requirements.txt", ".installed-"),
         ("vllm/sglang", "tests/sglang/requirements.txt", ".installed-"),
+        ("kvpress", "tests/kvpress/requirements.txt", ".installed-"),
     ):
         sums = subprocess.run(
             f"cat {files} | cksum | cut -d' ' -f1", shell=True, cwd=ROOT, capture_output=True, text=True, check=True
@@ -105,6 +106,7 @@ def test_the_script_runs_a_tier(environments: Path, arguments: list[str], calls:
         **os.environ,
         "EPS_VENV": str(environments / "venv"),
         "EPS_VLLM_VENV": str(environments / "vllm"),
+        "EPS_KVPRESS_VENV": str(environments / "kvpress"),
         "EPS_TEST_WORKERS": "3",
     }
     done = subprocess.run(

@@ -19,8 +19,8 @@ from triton_interpreter import DEVICE
 from eps_core.backend.summaries.rq import rotate as rotate32
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
-from eps_core.summaries.base import up16
-from eps_core.summaries.rq import MEAN_MOST, SECOND_STEP, part_dims, rotate
+from eps_core.summaries.base import MEAN_MOST, up16
+from eps_core.summaries.rq import SECOND_STEP, part_dims, rotate
 from eps_core.summaries.table import fields
 from eps_cuda import write_kv
 from eps_cuda.cache import Cache, new_cache

@@ -83,7 +83,9 @@ def _hasten() -> None:
                 for value in values
             ]  # neighbours, so that their order stays
             joined = self.combine_fn.fn(*pairs)
-            values = joined if isinstance(joined, tuple) else (joined,)
+            joined = joined if isinstance(joined, tuple) else (joined,)
+            assert [one.dtype for one in joined] == [one.dtype for one in values], "a reduction changes the dtype"
+            values = joined
         left = () if whole else shape[:axis] + shape[axis + 1 :]
         if self.keep_dims:
             left = (1,) * len(shape) if whole else (*shape[:axis], 1, *shape[axis + 1 :])

@@ -14,6 +14,7 @@ import numpy as np
 
 from eps_core.attention.kernels import KernelTable
 from eps_core.attention.protocol import Array
+from eps_core.summaries.base import MEAN_MOST
 
 Summary = dict[str, Array]
 Score = tuple[Array, Array | None, Array | None]
@@ -228,12 +229,12 @@ class Ops(ABC):
         """Return the nearest finite float16: for estimates, never for bounds."""
         return self.float16(self.clip(x, -65504.0, 65504.0))
 
-    def mean_codes(self, mu: Array, most: int = 127) -> tuple[Array, Array]:
-        """Return int8 codes [.., D] and a float16 scale [..] with mu ~ codes * scale, |codes| <= most."""
+    def mean_codes(self, mu: Array) -> tuple[Array, Array]:
+        """Return int8 codes [.., D] and a float16 scale [..] with mu ~ codes * scale, |codes| <= MEAN_MOST."""
         largest = self.max(self.abs(mu))
-        scale = self.up16(largest / most)
+        scale = self.up16(largest / MEAN_MOST)
         scale = self.float16(self.where((largest > 0) & self.isfinite(scale), scale, 0))
-        return self.int8(self.rounded_codes(mu, scale, most)), scale
+        return self.int8(self.rounded_codes(mu, scale, MEAN_MOST)), scale
 
     def rounded_codes(self, x: Array, scale: Array, most: int) -> Array:
         """Return round(x / scale) within +-most, 0 where the scale [..] is 0; float32 [.., D]."""

@@ -148,10 +148,10 @@ class EpsConfig:
     @classmethod
     def of(cls, method: str = table.OFF, **flat: Any) -> Self:
         """Return the config of settings by name. Raises ConfigError for unknown names, too."""
-        flat = current_settings(flat)
+        flat = current_settings({"method": method, **flat})
         unknown = sorted(set(flat) - set(FLAT))
         require(not unknown, f"unknown EPS setting {', '.join(unknown)}: known are {', '.join(sorted(FLAT))}")
-        return cls(method, **flat)
+        return cls(**flat)
 
     @staticmethod
     def _read(cache_config: CacheConfig, flat: dict[str, Any]) -> SelectionConfig:
@@ -193,7 +193,7 @@ class EpsConfig:
     def replace(self, **flat: Any) -> Self:
         """As if these flat settings had been given, too, or instead: what merely followed follows again. None: it is
         given no longer."""
-        flat, kept = current_settings(flat), self.given
+        flat, kept = current_settings({"method": self.method, **flat}), self.given
         if flat.keys() & _GROUP:
             kept = {name: value for name, value in kept.items() if name not in _GROUP}
         return type(self).of(**{**kept, **flat})

@@ -150,10 +150,10 @@ def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, e
         arrays."""
         dims = part_dims(cache_config, head_dim)
         words = sum(-(-many // (8 * unit_vectors.WORD)) for many in (*dims, head_dim)) * unit_vectors.WORD_TABLE // 4
-        sizes = words, vectors.HEADS * head_dim, (len(dims) + 1) * vectors.HEADS
+        sizes = (words,), (vectors.HEADS, head_dim), (len(dims) + 1, vectors.HEADS)
         return (
             np.array(plan.cascaded(head_dim), np.int64).reshape(-1, batch), write.rotation(head_dim), np.array(dims),
-            [(rows, passes, size) for size in sizes], units.new_lists(0, groups, chunks, passes),
+            [(rows, passes, *size) for size in sizes], units.new_lists(0, groups, chunks, passes),
         )  # fmt: skip
 
     key = "score_units", cache_config.parts, per_span, head_dim, num_heads, kv_heads
@@ -164,8 +164,7 @@ def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, e
         words, queries, factors = aligned(*shapes)
         return (
             np.empty((batch, spans), np.uint8), np.empty((batch, spans), np.int64), words.view(np.int8),
-            queries.reshape(rows, passes, vectors.HEADS, head_dim), factors.reshape(rows, passes, -1, vectors.HEADS),
-            np.empty((rows, passes, vectors.HEADS), np.float32),
+            queries, factors, np.empty((rows, passes, vectors.HEADS), np.float32),
             np.empty((rows, passes * vectors.HEADS * (spans + vectors.LANES)), np.float32),
             units.new_lists(rows, groups, chunks, passes) if together else no_lists,
         )  # fmt: skip

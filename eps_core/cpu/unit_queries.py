@@ -52,8 +52,8 @@ def fill_words(integers, first, dims, table):
 @kernel()
 def prepare(q, shrink, signs, blocks, block_scales, dims, words, turned, factors):
     """The tables of one pass of HEADS query heads: q [HEADS, D] float32 unscaled becomes turned [HEADS, D]; words of
-    each part of a code and, behind them, of a whole one; factors [parts + 1, HEADS] of each
-    part, and of twice the whole code's sum and the rescoring bits'."""
+    each part of a code and, behind them, of a whole one; factors [parts + 1, HEADS] of each part, and of twice the sum
+    of the whole code and of the rescoring bits."""
     head_dim = q.shape[1]
     integers = np.empty((HEADS, head_dim), np.int8)
     for r in range(HEADS):

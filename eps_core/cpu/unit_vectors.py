@@ -31,8 +31,7 @@ from eps_core.cpu.vectors import (
     splat,
     vector_of,
 )
-from eps_core.summaries.base import LARGEST_ESTIMATE
-from eps_core.summaries.rq import MEAN_MOST
+from eps_core.summaries.base import LARGEST_ESTIMATE, MEAN_MOST
 
 WORD = 4  # bytes of a code that are looked up together
 WORD_TABLE = 2 * HEADS * 16 * WORD  # bytes of the tables of a word: both nibbles of each byte, for four heads

@@ -68,6 +68,7 @@ def score_first(
     """The first stage of spans begin .. end - 1 of one row: bases, estimates `own` and their keys."""
     passes, spans = words.shape[0], len(places)
     room, head_dim = len(bases) // (passes * HEADS), queries.shape[2]
+    turned = queries.reshape(passes, -1)
     for four in range(begin, end, SPANS):
         first, second = places[four] + shift, places[min(four + 1, end - 1)] + shift
         third, fourth = places[min(four + 2, end - 1)] + shift, places[min(four + 3, end - 1)] + shift
@@ -78,7 +79,7 @@ def score_first(
             ask_for(scale, place * finalize_groups, 1)
         for at in range(passes):
             mean_bases(
-                mean, mean_scale, first, second, third, fourth, head_dim, queries[at].reshape(-1), shifts[at], bases,
+                mean, mean_scale, first, second, third, fourth, head_dim, turned[at], shifts[at], bases,
                 at * HEADS * room + four, room,
             )  # fmt: skip
         for span in range(four, min(four + SPANS, end)):
@@ -363,11 +364,11 @@ def score_units(
     blocks and block_scales of `rotate`.
 
     Between the phases: states [B, spans] uint8 and places [B, spans] int64; of each row (b, h) and pass of HEADS query
-    heads words int8, queries and factors [.., parts + 1, HEADS] float32 of `prepare`, shifts [.., HEADS] float32, which
-    are added to all scores of a head, and bases [rows, passes * HEADS * (spans + LANES)] float32. One phase, and then
-    another: each row is one thread's, and what is read again still lies in its caches. Or, `together`, all threads take
-    each stage of all rows, whose lists (`new_lists`) follow: one phase of the first stage, two of the second (or of
-    what the rescoring bit needs of a code of one part), of the third and of the rescoring bit.
+    heads words int8, queries [.., HEADS, D] and factors [.., parts + 1, HEADS] float32 of `prepare`, shifts [.., HEADS]
+    float32, which are added to all scores of a head, and bases [rows, passes * HEADS * (spans + LANES)] float32. One
+    phase, and then another: each row is one thread's, and what is read again still lies in its caches. Or, `together`,
+    all threads take each stage of all rows, whose lists (`new_lists`) follow: one phase of the first stage, two of the
+    second (or of what the rescoring bit needs of a code of one part), of the third and of the rescoring bit.
 
     chosen, None or the arguments of `select_topk` after estimate and a progress of a phase a row: unless `together`, a
     row is selected once it is scored, its phase says when, and this returns before all are."""

@@ -7,7 +7,7 @@ from typing import Any, Self
 from eps_core.errors import ConfigError
 from eps_core.io.inputs import MOST_KEPT_BYTES, parse_json
 from eps_core.io.outputs import JsonlWriter, Output, to_json
-from eps_core.io.schema import REMOVED, current_modes
+from eps_core.io.schema import REMOVED, current_modes, without_effect
 
 Line = dict[str, Any]
 _VERSIONS = ("versions", "git_commit", "platform")  # may differ between starts, and are written at each
@@ -88,7 +88,7 @@ def difference(name: str, there: Any, now: Any) -> str | None:
     if there == now or (name.endswith("head_modes") and current_modes(there) == current_modes(now)):
         return None
     if isinstance(there, dict) and isinstance(now, dict):
-        there = {key: value for key, value in there.items() if value or key not in REMOVED}
+        there = {key: value for key, value in there.items() if key not in REMOVED or not without_effect(key, there)}
         keys = dict.fromkeys((*now, *there))
         found = (difference(f"{name}.{key}", there.get(key), now.get(key)) for key in keys)
         return next((one for one in found if one), None)

@@ -15,7 +15,9 @@ SETTINGS = {
     "first_tokens": "num_sink_tokens",
     "last_tokens": "num_recent_tokens",
 }
-REMOVED = ("correction_tokens", "tail_tokens")  # older files have them, 0 where they were off
+# settings that are gone, which older files have, and what EPS does in their place
+REMOVED = dict.fromkeys(("correction_tokens", "tail_tokens"), "EPS has no skipped-mass correction (expected 0)")
+REMOVED["mean_bits"] = "means of codes have 8 bits (expected 8)"
 KEYS = SETTINGS | {
     "mass_skipped_est": "skipped_mass_mean",
     "mass_skipped_cert": "skipped_mass_bound_max",
@@ -45,14 +47,19 @@ KEYS = SETTINGS | {
 }
 
 
+def without_effect(name: str, given: Mapping[str, Any]) -> bool:
+    """Return whether EPS would do the same without a setting that is gone, of all those that are given."""
+    value = given.get(name)
+    if name == "mean_bits":  # every method wrote it
+        return value in (8, None) or given.get("method") != "rq"
+    return not value
+
+
 def without_removed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without those that EPS has no more. Raises ConfigError where one of them is on."""
-    for name in REMOVED:
-        if value := given.get(name):
-            raise ConfigError(
-                f"{name} {shown(value)}: EPS has no skipped-mass correction (expected 0): leave it out, or use the "
-                "version that wrote it"
-            )
+    """Return settings without those that EPS has no more. Raises ConfigError where one of them had an effect."""
+    for name, instead in REMOVED.items():
+        if not without_effect(name, given):
+            raise ConfigError(f"{name} {shown(given[name])}: {instead}: leave it out, or use the version that wrote it")
     return {name: value for name, value in given.items() if name not in REMOVED}
 
 
@@ -74,8 +81,8 @@ def current_modes(value: Any) -> Any:
 
 def current(value: Any) -> Any:
     """Return a JSON value of any schema with today's keys at every depth but within `settings`: those are a KV format's
-    own. Raises ConfigError as `without_removed`."""
+    own. Raises ConfigError as `without_removed`, but figures of means of other bits are read."""
     if isinstance(value, dict):
-        named = without_removed(value).items()
+        named = without_removed({name: inner for name, inner in value.items() if name != "mean_bits"}).items()
         return {KEYS.get(name, name): inner if name == "settings" else current(inner) for name, inner in named}
     return [current(inner) for inner in value] if isinstance(value, list) else value

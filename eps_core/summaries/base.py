@@ -103,6 +103,7 @@ class UnitFacts:
     rescore: float  # share of the groups of which the rescoring bit is read
 
 
+MEAN_MOST = 127  # codes of a mean are whole numbers, at most so far from 0
 # Stands for an estimate past float32 (keys past float16's range): first in rank, yet no group without a summary (+inf)
 LARGEST_ESTIMATE = 1e38
 
@@ -121,12 +122,12 @@ def near16(x: float) -> np.float16:
     return np.float16(np.clip(x, -65504, 65504))
 
 
-def mean_codes(mu: np.ndarray, most: int = 127) -> tuple[np.ndarray, np.float16]:
-    """int8 codes [D] and a float16 scale with mu ~ codes * scale, |codes| <= most."""
-    scale = up16(float(np.abs(mu).max()) / most)
+def mean_codes(mu: np.ndarray) -> tuple[np.ndarray, np.float16]:
+    """int8 codes [D] and a float16 scale with mu ~ codes * scale, |codes| <= MEAN_MOST."""
+    scale = up16(float(np.abs(mu).max()) / MEAN_MOST)
     if not np.abs(mu).any() or not np.isfinite(scale):
         return np.zeros(len(mu), np.int8), np.float16(0)
-    return np.clip(np.round(mu / float(scale)), -most, most).astype(np.int8), scale
+    return np.clip(np.round(mu / float(scale)), -MEAN_MOST, MEAN_MOST).astype(np.int8), scale
 
 
 def to_byte(scale: np.ndarray | np.float16) -> np.ndarray:

@@ -25,7 +25,6 @@ SPEC = MethodSpec(
 # Step of the rescoring bit in mean absolute values: that of the best uniform quantiser of a unit Gaussian with four
 # levels (Max 1960), and a Gaussian's mean absolute value
 SECOND_STEP = 0.9957 * 1.2533141373155003
-MEAN_MOST = 127  # codes of a mean are whole numbers, at most so far from 0, stored as unsigned bytes
 QUERY_STEPS = 31  # to each side: four dimensions of a rounded query sum within int8: tables of nibbles are exact
 PARTS = {1: ("codes",), 2: ("codes", "rest"), 3: ("codes", "more", "rest")}  # the fields of a code, in their order
 
@@ -124,13 +123,13 @@ def _second_bit(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.float
 
 def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     """Return the summary of all groups of one mean, k [U, D]: the rotated mean in a byte a dimension, and of each group
-     the sign of what its own mean differs from what is stored of that, with one scale that makes
-    <x_hat, x> = |x|^2 (RaBitQ, arXiv 2405.12497: |x|^2 / |x|_1). `second_bit` adds the bit that makes of each a 2-bit
-    code, levels sign + second / 2 of +-1, with a scale of its own."""
+    the sign of what its own mean differs from what is stored of that, with one scale that makes <x_hat, x> = |x|^2
+    (RaBitQ, arXiv 2405.12497: |x|^2 / |x|_1). `second_bit` adds the bit that makes of each a 2-bit code, levels
+    sign + second / 2 of +-1, with a scale of its own."""
     turned = rotate(k.reshape(-1, settings.S, k.shape[1]).mean(axis=1), settings.seed)
-    codes, mean_scale = base.mean_codes(turned.mean(axis=0), MEAN_MOST)
+    codes, mean_scale = base.mean_codes(turned.mean(axis=0))
     stored_mean = codes * float(mean_scale)
-    summary: Summary = {"mean": (codes.astype(int) + MEAN_MOST + 1).astype(np.uint8), "mean_scale": mean_scale}
+    summary: Summary = {"mean": (codes.astype(int) + base.MEAN_MOST + 1).astype(np.uint8), "mean_scale": mean_scale}
     dims = part_dims(settings, k.shape[1])
     edges = np.cumsum((0, *dims))
     rows: dict[str, list] = {name: [] for name in fields(settings, k.shape[1]) if name not in summary}
@@ -158,7 +157,7 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
 
 def decode_units(settings: Settings, summary: Summary, head_dim: int) -> np.ndarray:
     """mu_hat [.., N, D] in rotated space of groups about their units' means, from fields [.., *shape]."""
-    mean = (base.f64(summary, "mean") - (MEAN_MOST + 1)) * base.f64(summary, "mean_scale")[..., None]
+    mean = (base.f64(summary, "mean") - (base.MEAN_MOST + 1)) * base.f64(summary, "mean_scale")[..., None]
     signs = _signs(settings, summary, head_dim, settings.parts)
     return np.asarray(mean[..., None, :] + base.from_byte(summary["scale"])[..., None] * signs)
 
@@ -191,7 +190,7 @@ def rounded_query(turned: np.ndarray) -> tuple[np.ndarray, float]:
 
 def _unit_base(settings: Settings, summary: Summary, a: np.ndarray) -> np.ndarray:
     """log n + m_hat.a of each group of units: [units, N]."""
-    codes = base.f64(summary, "mean") - (MEAN_MOST + 1)
+    codes = base.f64(summary, "mean") - (base.MEAN_MOST + 1)
     # sums row by row: equal units must tie, wherever a library's product would put them
     dots = base.f64(summary, "mean_scale") * (codes * rotate(a, settings.seed)).sum(axis=-1)
     return np.log(settings.S) + np.repeat(dots[:, None], settings.span_tokens // settings.S, axis=1)
@@ -235,7 +234,7 @@ def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndar
     mean = (_unit_base(settings, summary, a) + dots).reshape(-1)
     error, radius, norm = (base.f64(summary, name).reshape(-1) for name in ("error", "radius", "norm"))
     # the mean, at most so large, is added and taken away again, whatever the size of the keys
-    most = base.f64(summary, "mean_scale") * MEAN_MOST * np.sqrt(len(a))
+    most = base.f64(summary, "mean_scale") * base.MEAN_MOST * np.sqrt(len(a))
     stored = np.repeat(most, settings.span_tokens // settings.S)
     size, slack = np.linalg.norm(a), base.rounding_slack(a, norm + radius + stored)
     return estimate, mean - size * error - slack, mean + size * radius + slack

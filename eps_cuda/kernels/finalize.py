@@ -9,8 +9,11 @@ torch leaves open, may differ by one step of what they are stored in, and that o
 import triton
 import triton.language as tl
 
+from eps_core.summaries.base import MEAN_MOST
+
 UP = tl.constexpr(1 + 2.0**-10)  # see `up16`
 UP_TINY = tl.constexpr(2.0**-24)
+MOST = tl.constexpr(MEAN_MOST)
 HALF_MOST = tl.constexpr(65504.0)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # x + this - this is x rounded to the nearest integer, ties to even
@@ -96,7 +99,7 @@ def _to_byte(scale):
 
 
 @triton.jit
-def _mean_codes(mu, MOST: tl.constexpr):
+def _mean_codes(mu):
     """`mean_codes`: integers within +-MOST as float32 [DIM2], and their float16 scale."""
     largest = tl.max(tl.abs(mu))
     up = (tl.div_rn(largest, MOST * 1.0) * UP + UP_TINY).to(tl.float16)
@@ -142,8 +145,8 @@ def _finalize_unit(
     y = _rotate(total * (1.0 / (1 << LOG_SIZE)), signs, GROUPS, HEAD_DIM, DIM2, LOG_DIM)
     y = tl.reshape(y, (GROUPS, DIM2))
 
-    integers, step = _mean_codes(_add_halves(y, GROUPS, DIM2, LOG_GROUPS) * (1.0 / GROUPS), 127)
-    tl.store(mean + at * HEAD_DIM + d, (integers.to(tl.int32) + 128).to(tl.uint8), mask=inside)
+    integers, step = _mean_codes(_add_halves(y, GROUPS, DIM2, LOG_GROUPS) * (1.0 / GROUPS))
+    tl.store(mean + at * HEAD_DIM + d, (integers.to(tl.int32) + (MOST + 1)).to(tl.uint8), mask=inside)
     tl.store(mean_scale + at, step)
 
     x = y - (integers * step.to(tl.float32))[None, :]

@@ -116,8 +116,8 @@ def _score_means(
     codes = tl.load(mean + tile[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
     used = (d < D)[:, None] & (column < 2 * R)[None, :]
     a = tl.load(turned_row + column[None, :] // 2 * D + d[:, None], mask=used, other=0.0)
-    halves = codes.to(tl.uint16).to(tl.float16, bitcast=True) if SUBNORMAL else codes.to(tl.float16)
-    total = tl.dot(halves, _halves(a * power[None, :], column))
+    short = codes.to(tl.uint16).to(tl.float16, bitcast=True) if SUBNORMAL else codes.to(tl.float16)
+    total = tl.dot(short, _halves(a * power[None, :], column))
     unit = inverse * 16777216.0 if SUBNORMAL else inverse
     dots = _pairs(total, BLOCK, RP) * unit[None, :] - (128 * sums)[None, :]
     step = tl.load(mean_scale + tile, mask=inside, other=0.0).to(tl.float32)

@@ -106,8 +106,8 @@ def launch_constants(
     kv_heads: int, head_dim: int, unit_tokens: int, span_tokens: int, group_size: int = 0,
     part_bytes: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[dict[str, int | float], int]:  # fmt: skip
-    """(constexpr arguments of `write_kernel`, warps). Of rq `group_size`, and the bytes of a
-    group's codes in `codes`, `more` and `rest`."""
+    """(constexpr arguments of `write_kernel`, warps). Of rq `group_size`, and the bytes of a group's codes in
+    `codes`, `more` and `rest`."""
     log_dim = _log2_up(max(head_dim, LEAST_WIDTH))
     constants = {
         "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "DIM2": 1 << log_dim, "LOG_DIM": log_dim,

@@ -84,7 +84,7 @@ _SCORE_UNITS = (
     constexpr int WORDS = D / PER_WORD;
 """
     + _ROW
-    + _LOAD % {"name": "query", "many": "WORDS * PER_WORD", "array": "turned"}
+    + _LOAD % {"name": "query", "many": "D", "array": "turned"}
     + _LOAD % {"name": "whole", "many": "8 * B0", "array": "rounded"}
     + """
     threadgroup_barrier(mem_flags::mem_threadgroup);

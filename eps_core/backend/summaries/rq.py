@@ -8,8 +8,8 @@ import numpy as np
 from eps_core.attention.protocol import Array
 from eps_core.backend.ops import Ops, Score, Summary
 from eps_core.config.cache import CacheConfig
-from eps_core.summaries.base import LARGEST_ESTIMATE
-from eps_core.summaries.rq import MEAN_MOST, PARTS, QUERY_STEPS, SECOND_STEP, hadamard_blocks, part_dims
+from eps_core.summaries.base import LARGEST_ESTIMATE, MEAN_MOST
+from eps_core.summaries.rq import PARTS, QUERY_STEPS, SECOND_STEP, hadamard_blocks, part_dims
 
 # ------------------------------------------------------------------------------------------------------------- rotation
 
@@ -80,7 +80,7 @@ def _second_bit(ops: Ops, x: Array, levels: Array) -> tuple[Array, Array]:
 
 def stored_means(ops: Ops, mean: Array) -> tuple[Summary, Array]:
     """Return the fields of spans' means [.., D], and the float32 numbers that they store."""
-    codes, scale = ops.mean_codes(mean, MEAN_MOST)
+    codes, scale = ops.mean_codes(mean)
     fields = {"mean": ops.uint8(ops.int32(codes) + (MEAN_MOST + 1)), "mean_scale": scale}
     return fields, ops.float32(codes) * ops.float32(scale)[..., None]
 
