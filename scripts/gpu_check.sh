@@ -21,7 +21,7 @@ needed='torch, triton, numpy, click, pytest, hypothesis, tokenizers, safetensors
   exit 2
 }
 if [ $dry = 1 ]; then
-  export TRITON_INTERPRET=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+  export TRITON_INTERPRET=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD/tests/dry:$PYTHONPATH"
   device=cpu
 else
   device=cuda
