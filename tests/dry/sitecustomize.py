@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
-import triton_interpreter  # noqa: E402, F401
+import triton_interpreter  # noqa: F401
