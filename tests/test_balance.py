@@ -24,6 +24,7 @@ from eps_core.evaluation.compare import prepare
 from eps_core.evaluation.request import RunRequest
 from eps_core.eviction.config import EvictionConfig
 from eps_core.load import backend_name
+from eps_core.metrics import terminal
 from eps_core.models.config import read_spec
 from eps_core.models.folder import weight_files
 from eps_core.models.weights import load_weights, opened_weights
@@ -262,3 +263,13 @@ def test_models_of_few_positions_are_balanced_by_as_many_tokens(tmp_path):
     session = Session.open(tmp_path, "numpy", method="rq")
     session.load()
     assert session.exponents is not None and session.exponents.any()
+
+
+def test_balancing_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "is_terminal", lambda stream: False)
+    monkeypatch.setattr(terminal.Progress.__init__, "__defaults__", (None, 0.0))
+    session = Session.open(uneven("llama2"), "numpy", method="rq")
+    session.load()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("keys: balancing")]
+    layers = session.spec.num_layers
+    assert said == [f"keys: balancing {layer} of {layers} layers" for layer in range(layers)]
