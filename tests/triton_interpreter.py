@@ -41,8 +41,8 @@ def _mend() -> None:
 def _hasten() -> None:
     """The interpreter (3.7) puts its own operations into `triton.language` for a kernel, and looks through that module
     again whenever the kernel calls a function, a third of all its time; and to look a dtype up it makes a table. It
-    reduces by a function of the kernel number by number, looks for overflows of which it says nothing, and makes the
-    shape of every tensor anew: two thirds of what is left."""
+    reduces by a function of the kernel number by number, computes overflow checks without reporting them, and
+    builds the shape of every tensor again. These take two thirds of the remaining time."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter

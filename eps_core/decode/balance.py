@@ -31,9 +31,9 @@ def balance(
     decoder: Decoder, cache: Any, pool: PagePool, mean_tokens: int, report: Callable[[int, int], None]
 ) -> np.ndarray:
     """Balances the keys and queries of a model with full weights, in place, for codes about means of `mean_tokens`;
-    `cache` is an empty one without summaries, for TOKENS tokens or as many as the model takes; `report` is told of how
-    many layers the attention is measured, and of how many in all. Returns the exponents of keys [L, Hkv, D / 2] int8, 0
-    in layers with a sliding window, which are always dense; queries have the negative ones."""
+    `cache` is an empty one without summaries, for TOKENS tokens or as many as the model takes; `report(done, layers)`
+    is called before each layer. Returns the exponents of keys [L, Hkv, D / 2] int8, 0 in layers with a sliding window,
+    which are always dense; queries have the negative ones."""
     spec, backend = decoder.spec, decoder.backend
     found = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim // 2), np.int8)
 

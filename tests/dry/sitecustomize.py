@@ -1,4 +1,4 @@
-"""Every Python that has this folder on its path runs Triton kernels as tests do: in the mended, faster interpreter."""
+"""Run Triton kernels in the tests' corrected and faster interpreter, in processes with this folder on their path."""
 
 import sys
 from pathlib import Path
