@@ -21,8 +21,14 @@ if nvidia-smi -L > /dev/null 2>&1; then
 else
   venv=$(scripts/setup.sh)
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt py-spy >&2
-  "$venv/bin/py-spy" record --format speedscope --rate 200 --output "$out/decode.speedscope.json" -- \
+  "$venv/bin/py-spy" record --format raw --rate 200 --output "$out/decode.stacks.txt" -- \
     "$venv/bin/eps-proto" run "${flags[@]}" > "$out/run.txt"
-  "$venv/bin/python" scripts/top.py "$out/decode.speedscope.json" | tee "$out/top.txt"
-  echo "profile: $out/decode.speedscope.json, functions: $out/top.txt, the run's own output: $out/run.txt"
+  # shares of the samples in which a function itself was at work, and in which it or what it called was
+  awk '{ n = $NF; sub(/ [0-9]+$/, ""); gsub(/:[0-9]+\)/, ")"); d = split($0, frame, ";"); total += n
+         own[frame[d]] += n; split("", seen)
+         for (i = 1; i <= d; i++) if (!(frame[i] in seen)) { seen[frame[i]] = 1; all[frame[i]] += n } }
+       END { for (one in all) printf "%6.1f%% %6.1f%%  %s\n", 100 * own[one] / total, 100 * all[one] / total, one }' \
+    "$out/decode.stacks.txt" | LC_ALL=C sort -rn > "$out/top.txt"
+  head -n 25 "$out/top.txt"
+  echo "profile: $out/decode.stacks.txt, functions: $out/top.txt, the run's own output: $out/run.txt"
 fi

@@ -90,19 +90,15 @@ def test_with_eps_it_is_close_to_itself(folder: Path) -> None:
     assert 0 < found.mean() <= KL_LIMIT, found
 
 
-def test_a_gguf_file_runs_in_transformers(gguf: Path, prompt: Path) -> None:
+def test_a_gguf_file_runs_in_transformers_with_the_template_in_it(gguf: Path, prompt: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    found = ran(gguf, prompt, "--engine", "transformers")
+    found = ran(gguf, prompt, "--engine", "transformers", "--chat")
     model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    ids = torch.tensor([tokenizer(prompt.read_text()).input_ids])
-    want = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)[0, ids.shape[1] :]
-    assert found["dense"]["tokens"] == want.tolist() and found["prompt_tokens"] == ids.shape[1]
+    said = [{"role": "user", "content": prompt.read_text()}]
+    ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    start = ids["input_ids"].shape[1]
+    want = model.generate(**ids, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)[0, start:]
+    assert found["dense"]["tokens"] == want.tolist() and found["prompt_tokens"] == start > CONTEXT
     assert found["bytes_ratio"] < 0.8 and not found["eps"]["fallbacks"]
     assert os.listdir(gguf.parent) == [gguf.name]  # nothing is left beside it
-
-
-def test_a_chat_with_a_gguf_file_uses_the_template_in_it(gguf: Path, tmp_path: Path) -> None:
-    line = ["run", "--engine", "transformers", "--model", str(gguf), "--chat", "--prompt", "What is 2 + 2?"]
-    found = last(outcome([*line, *FLAGS], tmp_path))
-    assert found["prompt_tokens"] > 20  # the template's own words are there

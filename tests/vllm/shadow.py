@@ -10,7 +10,7 @@ from eps_core.backend.summaries.table import build_summary
 from eps_cuda.integrations.vllm.forward import on_host
 from eps_cuda.ops import OPS
 
-GROUPS = 16  # of each row and layer that are looked at in a step, drawn again; each with all that share its mean
+GROUPS = 4  # of each row and layer that are looked at in a step, drawn again; each with all that share its mean
 
 
 class Shadow:
@@ -48,22 +48,24 @@ class Shadow:
         self.layer_steps += 1
         cache, keys = self.runtime.cache, self.keys[place]
         size, per_unit = cache.cache_config.span_tokens, cache.cache_config.spans_per_unit
+        drawn = []
         for units, length in zip(plan.table, plan.lengths.tolist(), strict=True):
             index = self.rng.integers(0, max(length // size, 1), GROUPS)
             index[0] = max(length // size - 1, 0)  # the group that filled last
             groups = units[index // per_unit].astype(np.int64) * per_unit + index % per_unit
-            groups = groups[(index + 1) * size <= length]
-            if not len(groups):
-                continue
-            rows = keys[torch.from_numpy(groups[:, None] * size + np.arange(size))]  # [F, S, Hkv, D]
-            at, sub = np.divmod(groups, per_unit)
-            stored = cache.k[place].unflatten(2, (per_unit, size))[torch.from_numpy(at), :, torch.from_numpy(sub)]
-            # NaN, an unwritten slot, is a difference, too
-            gap = (stored.float() - rows.transpose(1, 2).float()).abs().nan_to_num(torch.inf)
-            self.largest = max(self.largest, float(gap.max()))
-            self.lacking += int((~cache.state[place].valid(groups)).sum())
-            wanted = build_summary(OPS, cache.cache_config, cache.constants(place), rows.transpose(1, 2))
-            for name in ("codes", "second"):
-                found = cache.summaries[place][name][torch.from_numpy(at), :, torch.from_numpy(sub)]
-                self.wrong += int((found != wanted[name]).flatten(2).any(dim=-1).sum())
-            self.checked += len(groups)
+            drawn.append(groups[(index + 1) * size <= length])
+        groups = np.concatenate(drawn)
+        if not len(groups):
+            return
+        rows = keys[torch.from_numpy(groups[:, None] * size + np.arange(size))]  # [F, S, Hkv, D]
+        at, sub = np.divmod(groups, per_unit)
+        stored = cache.k[place].unflatten(2, (per_unit, size))[torch.from_numpy(at), :, torch.from_numpy(sub)]
+        # NaN, an unwritten slot, is a difference, too
+        gap = (stored.float() - rows.transpose(1, 2).float()).abs().nan_to_num(torch.inf)
+        self.largest = max(self.largest, float(gap.max()))
+        self.lacking += int((~cache.state[place].valid(groups)).sum())
+        wanted = build_summary(OPS, cache.cache_config, cache.constants(place), rows.transpose(1, 2))
+        for name in ("codes", "second"):
+            found = cache.summaries[place][name][torch.from_numpy(at), :, torch.from_numpy(sub)]
+            self.wrong += int((found != wanted[name]).flatten(2).any(dim=-1).sum())
+        self.checked += len(groups)
