@@ -11,7 +11,6 @@ import pytest
 from command import last, outcome
 from test_real_model import KL_LIMIT, fetched
 
-from eps_core.decode.balanced_folder import write_balanced
 from eps_core.decode.session import Session
 from eps_core.tasks.corpus import corpus
 
@@ -21,11 +20,8 @@ CONTEXT = 1600  # tokens; the default reads 1,024 at least
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with balanced keys: so our own decoder has them, and an engine has not."""
-    out = tmp_path_factory.mktemp("balanced") / "smollm2"
-    write_balanced(Session.open(fetched("smollm2"), "cuda", "cpu", "float32", method="rq"), out)
-    return out
+def folder() -> Path:
+    return fetched("smollm2")
 
 
 @pytest.fixture(scope="module")

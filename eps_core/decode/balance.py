@@ -12,46 +12,41 @@ and dense decoding keeps its bits. The mean squares are those of 128 random toke
 the same.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from eps_core.attention.protocol import Array
-from eps_core.decode.forward import Decoder
-from eps_core.decode.generate import prefill
-from eps_core.kv_cache.pool import PagePool
+from eps_core.metrics.terminal import Progress
 from eps_core.models.spec import ModelSpec
 
 TOKENS = 128  # of the prompt that energies are measured on
 MOST = 6  # the largest exponent
+Measure = Callable[[int, np.ndarray, np.ndarray], None]  # layer, its queries [T, Hq, D], its keys [T, Hkv, D]
 
 
 def balance(
-    decoder: Decoder, cache: Any, pool: PagePool, mean_tokens: int, report: Callable[[int, int], None]
+    spec: ModelSpec,
+    mean_tokens: int,
+    run: Callable[[Sequence[int], Measure], None],
+    multiply: Callable[[str, np.ndarray], None],
 ) -> np.ndarray:
-    """Balances the keys and queries of a model with full weights, in place, for codes about means of `mean_tokens`;
-    `cache` is an empty one without summaries, for TOKENS tokens or as many as the model takes; `report(done, layers)`
-    is called before each layer. Returns the exponents of keys [L, Hkv, D / 2] int8, 0 in layers with a sliding window,
-    which are always dense; queries have the negative ones."""
-    spec, backend = decoder.spec, decoder.backend
+    """Balances the keys and queries of a model with full weights, in place, for codes about means of `mean_tokens`.
+    `run(tokens, measure)` reads a prompt and calls `measure` in each layer of full attention; `multiply(name, factors)`
+    multiplies the rows of a weight, by its name in `models.weights.weight_names`. Returns the exponents of keys
+    [L, Hkv, D / 2] int8, 0 in layers with a sliding window, which are always dense; queries have the negative ones."""
     found = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim // 2), np.int8)
-
-    def measure(_: Any, layer: int, q: Array, k: Array, length: int) -> None:
-        report(layer, spec.num_layers)
-        if layer in spec.full:
-            queries, keys = (backend.to_numpy(x).astype(np.float64) for x in (q, k))
-            found[layer] = exponents(spec, queries, keys, mean_tokens)
-
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, min(TOKENS, spec.max_context))
-    decoder.watch = measure
-    try:
-        prefill(decoder, cache, pool, tokens.tolist(), len(tokens))
-    finally:
-        decoder.watch = None
+    with Progress("keys: balancing", "layers") as progress:
+
+        def measure(layer: int, queries: np.ndarray, keys: np.ndarray) -> None:
+            progress(layer, spec.num_layers)
+            if layer in spec.full:
+                found[layer] = exponents(spec, queries.astype(np.float64), keys.astype(np.float64), mean_tokens)
+
+        run(tokens.tolist(), measure)
     for layer in spec.full:
         for name, rows in key_factors(spec, layer, found[layer]).items():
-            decoder.model.multiply_rows(name, rows)
+            multiply(name, rows)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A copy of a model whose keys are balanced in its files, for engines, which read their weights themselves."""
+"""A copy of a model whose keys are balanced in its files, for engines that read their weights themselves."""
 
 import os
 import shutil

@@ -19,7 +19,7 @@ from eps_core.config.formats import EXACT, WEIGHT_BITS, KvFormats
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.cpu import host
 from eps_core.cpu.usable import why_not
-from eps_core.decode.balance import TOKENS, balance
+from eps_core.decode.balance import Measure, balance
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate, prefill
 from eps_core.decode.kernel_check import disagreement, rows_disagreement
@@ -134,11 +134,22 @@ class Session:
     def decoder(self) -> Decoder:
         full = load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
         if self.balanced:
-            arrays, length = replace(self, kernels="arrays"), min(TOKENS, self.spec.max_context)
-            mean_tokens = self.config.cache_config.mean_tokens
-            with Progress("keys: balancing", "layers") as progress:
-                self.exponents = balance(full, *arrays.cache(CacheConfig(), length), mean_tokens, progress)
+            self.exponents = self._balance(full)
         return self._checked(full.quantised(WEIGHT_BITS[self.weights]))
+
+    def _balance(self, decoder: Decoder) -> np.ndarray:
+        """See `decode.balance.balance`."""
+        to_numpy = self.backend.to_numpy
+
+        def run(tokens: Sequence[int], measure: Measure) -> None:
+            cache, pool = replace(self, kernels="arrays").cache(CacheConfig(), len(tokens))
+            decoder.watch = lambda _, layer, q, k, length: measure(layer, to_numpy(q), to_numpy(k))
+            try:
+                prefill(decoder, cache, pool, tokens, len(tokens))
+            finally:
+                decoder.watch = None
+
+        return balance(self.spec, self.config.cache_config.mean_tokens, run, decoder.model.multiply_rows)
 
     def drafter(self, verify: SpeculativeConfig) -> Decoder:
         """Return the decoder of the drafts of verified decoding: the session's, or one over the same caches with

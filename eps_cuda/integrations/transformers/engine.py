@@ -24,6 +24,7 @@ from eps_core.integrations.versions import check_version
 from eps_core.load import load_backend, resolve_kernels
 from eps_cuda.device import DTYPES, device_of
 from eps_cuda.integrations.transformers.attention import NAME
+from eps_cuda.integrations.transformers.balance import balance
 from eps_cuda.integrations.transformers.cache import EpsCache, make_fused
 from eps_cuda.integrations.transformers.gguf import source_of
 from eps_cuda.integrations.transformers.names import CACHE
@@ -167,7 +168,9 @@ def open_engine(
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=wanted, attn_implementation="sdpa")
     except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot load {path}: {one_line(error)}") from error
-    return TransformersEngine(model.eval().to(place), settings, kernels)
+    model = model.eval().to(place)
+    balance(model, path, settings.config.cache_config)
+    return TransformersEngine(model, settings, kernels)
 
 
 class _AnyEnded(StoppingCriteria):

@@ -15,6 +15,7 @@ from eps_core.errors import ConfigError, install, one_line, require
 from eps_core.integrations.settings import Settings
 from eps_core.integrations.versions import check_version
 from eps_core.models.tokenizer import end_tokens
+from eps_cuda.integrations.transformers.balance import balance
 from eps_cuda.integrations.transformers.context import eps
 
 # flags of that server under which no cache of `generate` would be there to make sparse
@@ -46,6 +47,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
             manager: Any = self._model_manager
             model, _ = manager.load_model_and_processor(manager.process_model_name(str(path)))
             set_ends(model, path)
+            balance(model, path, settings.config.cache_config)
             if hasattr(manager, "get_gen_models"):  # up to 5.23, which lists no folder
                 theirs, served = manager.get_gen_models, {"owned_by": "", "id": str(path), "object": "model"}
                 created = int(time.time())

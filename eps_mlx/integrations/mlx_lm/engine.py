@@ -30,6 +30,7 @@ from eps_core.integrations.verified import check_engine
 from eps_core.integrations.versions import check_version
 from eps_core.models.folder import refuse_adapter
 from eps_mlx.device import DTYPES, device_of
+from eps_mlx.integrations.mlx_lm.balance import balance
 from eps_mlx.integrations.mlx_lm.cache import EpsKVCache
 from eps_mlx.integrations.mlx_lm.hook import Hook
 from eps_mlx.integrations.mlx_lm.names import stock_step
@@ -183,6 +184,7 @@ def open_engine(
         if dtype != "auto":
             model.set_dtype(DTYPES[dtype])
         hook = Hook(model, settings, str(path), max_tokens * num_sequences, config, keep_records=True)
+        balance(hook, path, _dtype(model))
     except BaseException:
         mx.set_default_device(default)
         raise
@@ -235,8 +237,10 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
             try:
                 refuse_adapter(str(args[0]))
                 super()._load(*args, **kwargs)
-                config = load_config(Path(args[0])) if Path(args[0]).is_dir() else None
+                folder = Path(args[0])
+                config = load_config(folder) if folder.is_dir() else None
                 self.hook = Hook(self.model, settings, str(args[0]), config=config)
+                balance(self.hook, folder, _dtype(self.model))
                 if self.hook.pool is not None:
                     pools.append(self.hook.pool)
             except Exception:
