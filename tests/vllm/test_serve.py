@@ -187,10 +187,10 @@ def test_a_server_that_is_refused_does_not_answer(refused: Server) -> None:
     assert "ConfigError" in said and "no multiple of EPS's units of 128" in said
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--data-parallel-size"])
-def test_two_workers_are_sparse_in_their_share(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_are_sparse_in_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas, each with a line of its own on the page; shards of one model are those of test_scale_out.py."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    one = Server(tmp_path, SETTINGS, [*MORE, flag, "2"])
+    one = Server(tmp_path, SETTINGS, [*MORE, "--data-parallel-size", "2"])
     try:
         assert one.wait(300), one.log.read_text()[-3000:]
         asked, answers = engines.needles(900, 1200, 1400, 2100)
