@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from test_balance import MODELS, uneven
-from tiny_models import saved
 
 from eps_core.decode.balance import key_factors
 from eps_core.decode.session import Session
+from eps_core.integrations.balance import balance_loaded
 from eps_core.integrations.settings import Settings
 from eps_core.load import load_engine
+from eps_core.models.config import read_spec
 from eps_core.models.weights import weight_names
 
 TOKENS = list(range(40))
@@ -82,29 +83,49 @@ def test_what_is_not_balanced_keeps_its_weights(engine: str, tmp_path: Path) -> 
             assert all(np.array_equal(array, after[one]) for one, array in before.items()), (path, method, dtype)
 
 
-def test_quantised_weights_of_transformers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers = pytest.importorskip("transformers")
-    from eps_cuda.integrations.transformers.balance import balance
+@pytest.mark.parametrize("odd", ["half", "codes", "rows", "absent"])
+def test_weights_that_cannot_be_multiplied_leave_all_as_they_are(odd: str) -> None:
+    """Of another dtype, quantised, in shards, under another name: one tensor is enough."""
+    path = uneven("llama2")
+    names = {one.name: (one.stored_shape[0], "float32") for one in weight_names(read_spec(path)).values()}
+    last = "model.layers.1.self_attn.k_proj.weight"
+    rows = names.pop(last)[0]
+    given = {"half": (rows, "float16"), "codes": (rows, "uint8"), "rows": (rows // 2, "float32")}
+    weights = names | ({} if odd == "absent" else {last: given[odd]})
+    ran: list[Any] = []
+    config = Settings.of({"method": "rq"}).config.cache_config
+    balance_loaded(path, config, weights, lambda *one: ran.append(one), lambda *one: ran.append(one))
+    assert not ran
+    balance_loaded(path, config, names | {last: (rows, "bfloat16")}, lambda *one: ran.append(one), lambda *one: None)
+    assert len(ran) == 1
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(uneven("llama2"))
-    model.is_quantized = True
-    before = {name: array.detach().clone() for name, array in model.named_parameters()}
-    balance(model, uneven("llama2"), Settings.of({"method": "rq"}).config.cache_config)
-    assert all((array == before[name]).all() for name, array in model.named_parameters())
+
+def test_interleaved_rope_of_mlx_lm_is_left_alone(tmp_path: Path) -> None:
+    path = shutil.copytree(uneven("llama2"), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text()) | {"rope_theta": 1e4, "rope_traditional": True}
+    (path / "config.json").write_text(json.dumps(config))
+    with opened("mlx-lm", path, "box") as (before, _), opened("mlx-lm", path, "rq") as (after, _):
+        assert all(np.array_equal(array, after[one]) for one, array in before.items())
 
 
-def test_two_models_of_mlx_lm_may_have_eps_on() -> None:
-    """Balancing the second leaves the first's attention in its place."""
+@pytest.mark.parametrize("adapted", [False, True])
+def test_adapters_of_mlx_lm_leave_all_as_it_is(adapted: bool) -> None:
     pytest.importorskip("mlx_lm")
-    from eps_mlx.integrations.mlx_lm.names import ATTENTION, attention
+    from mlx.utils import tree_flatten
+    from mlx_lm import load
+    from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    module = load_engine("mlx-lm")
-    first: Any = module.open_engine(saved("llama2"), Settings.of({"method": "rq"}), device="cpu")
+    from eps_mlx.integrations.mlx_lm.balance import balance
+    from eps_mlx.integrations.mlx_lm.hook import Hook
+
+    model: Any = load(str(uneven("llama2")))[0]
+    if adapted:
+        linear_to_lora_layers(model, 1, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    before = {name: np.array(array) for name, array in tree_flatten(model.parameters())}
+    hook = Hook(model, Settings.of({"method": "rq"}))
     try:
-        second: Any = module.open_engine(uneven("llama2"), Settings.of({"method": "rq"}), device="cpu")
-        second.close()
-        import mlx_lm.models.llama as llama
-
-        assert getattr(llama, ATTENTION) is attention
+        balance(hook, uneven("llama2"))
     finally:
-        first.close()
+        hook.close()
+    after: Any = tree_flatten(model.parameters())
+    assert adapted == all(np.array_equal(before[name], np.array(array)) for name, array in after)

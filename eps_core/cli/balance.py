@@ -29,9 +29,9 @@ def balance_command(out: Path, **flags: Any) -> None:
     """Write a copy of a model whose keys are balanced for EPS's codes, for vLLM, SGLang or your own code.
 
     Rows of the weights that make queries and keys are multiplied by powers of two, so that every logit of attention
-    stays as it is, and EPS selects better. EPS's own decoders do the same when they open a model, and `run` and `serve`
-    with transformers or mlx-lm: they need no copy. Refused: float16 weights, and norms of queries and keys that are
-    stored about 1 (Gemma 3).
+    stays as it is, and EPS selects better. EPS's own decoders do so when they open a model, and `run` and `serve` when
+    they open one in transformers or mlx-lm. Refused: float16 weights, and norms of queries and keys that are stored
+    about 1 (Gemma 3).
 
     The last line of stdout is one JSON object.
     """

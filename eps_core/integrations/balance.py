@@ -1,6 +1,6 @@
 """Balanced keys in a model that an engine has loaded: `decode.balance` over the engine's own weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,25 +11,35 @@ from eps_core.errors import ConfigError
 from eps_core.models.config import read_spec
 from eps_core.models.weights import weight_names
 
+_EXACT = ("float32", "bfloat16")  # dtypes in which a product with a power of two is exact
+
 
 def balance_loaded(
     path: Path,
     config: CacheConfig,
-    dtype: str,
+    weights: Mapping[str, tuple[int, str]],
     run: Callable[[Sequence[int], Measure], None],
     multiply: Callable[[str, int, np.ndarray], None],
 ) -> None:
-    """Balances the keys of the model of a folder that an engine holds in `dtype`. `run` is as in `decode.balance`;
-    `multiply(name, first, factors)` multiplies the rows of a tensor, by its name in the model's files, from `first` on.
-    The model is left as it is where no code is asked for, where EPS's own decoders do not read it (another family,
-    quantised weights), and where a power of two is not always exact: float16, and norms that are stored about 1."""
-    if not config.mean_tokens or dtype == "float16":
+    """Balances the keys of the model of a folder whose `weights` an engine holds: rows and dtype of each tensor, by its
+    name in the model's files. `run` is as in `decode.balance`; `multiply(name, first, factors)` multiplies the rows of
+    a tensor from `first` on.
+
+    The model is left as it is where no code is asked for and where EPS's own decoders do not read it (another family, a
+    GGUF file, quantised weights). So it is where a power of two is not always exact (float16, norms that are stored
+    about 1), and where the engine does not hold the weights whole and by themselves (adapters, shards, offloading)."""
+    if not config.mean_tokens:
         return
     try:
         spec = read_spec(path)
     except ConfigError:
         return
-    names = weight_names(spec)
-    if spec.qk_norm and names["layers.0.k_norm"].offset:
-        return
+    makes = ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
+    names = {
+        short: one for short, one in weight_names(spec).items() if short.split(".")[-1].removesuffix("_bias") in makes
+    }
+    for one in names.values():
+        rows, dtype = weights.get(one.name, (0, ""))
+        if one.offset or rows != one.stored_shape[0] or dtype not in _EXACT:
+            return
     balance(spec, config.mean_tokens, run, lambda one, rows: multiply(names[one].name, names[one].first, rows))

@@ -20,10 +20,7 @@ from eps_cuda.integrations.transformers.names import CACHE
 
 @torch.no_grad()
 def balance(model: Any, path: Path, config: CacheConfig) -> None:
-    """Balances the keys of a model that was loaded from `path`, whose logits keep their bits; not of quantised
-    weights."""
-    if getattr(model, "is_quantized", False):
-        return
+    """Balances the keys of a model that was loaded from `path`, whose logits keep their bits."""
 
     def run(tokens: Sequence[int], measure: Measure) -> None:
         cache, before = DynamicCache(config=model.config), model.config._attn_implementation
@@ -41,7 +38,12 @@ def balance(model: Any, path: Path, config: CacheConfig) -> None:
         rows = model.get_parameter(name)[first : first + len(factors)]
         rows.mul_(torch.from_numpy(factors).to(rows).view(-1, *[1] * (rows.ndim - 1)))
 
-    balance_loaded(path, config, str(model.dtype).removeprefix("torch."), run, multiply)
+    weights = {
+        name: (len(array), str(array.dtype).removeprefix("torch."))
+        for name, array in model.named_parameters()
+        if array.ndim and array.device.type != "meta"
+    }
+    balance_loaded(path, config, weights, run, multiply)
 
 
 class _Measured(DynamicLayer):

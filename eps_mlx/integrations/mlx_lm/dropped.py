@@ -46,14 +46,14 @@ def check_read(model: Any, config: dict[str, Any], path: str | Path, stock: Sequ
 
 
 def _check_rope(model: Any, fields: Fields, path: str | Path) -> None:
-    for layer, module in _ropes(model):
+    for layer, module in ropes(model):
         rope = rope_of_layer(fields, layer)
         if rope is None:  # of a kind that is not known here
             continue
         end = fields.values.get("max_position_embeddings")
         positions = [p for p in POSITIONS if not isinstance(end, int) or p < end]
         got = np.array([_turned(module, rope.head_dim, position) for position in positions])
-        want = np.array([_expected(rope, position, _interleaved(module)) for position in positions])
+        want = np.array([_expected(rope, position, interleaved(module)) for position in positions])
         if got.shape == want.shape and (np.abs(got - want) <= TOLERANCE).all():
             continue
         wanted: dict[str, Any] = {"rope_theta": rope.rope_theta}
@@ -70,7 +70,7 @@ def _check_rope(model: Any, fields: Fields, path: str | Path) -> None:
         )
 
 
-def _ropes(model: Any) -> Iterator[tuple[int, Any]]:
+def ropes(model: Any) -> Iterator[tuple[int, Any]]:
     """The rotary embeddings of each layer of a model."""
     found_by_layer: dict[int, Any] = {}
     for name, module in model.named_modules():
@@ -80,7 +80,7 @@ def _ropes(model: Any) -> Iterator[tuple[int, Any]]:
     yield from sorted(found_by_layer.items())
 
 
-def _interleaved(module: Any) -> bool:
+def interleaved(module: Any) -> bool:
     """Return whether dimension 2i turns with 2i + 1, and not with i + D/2."""
     return bool(getattr(module, "traditional", False))
 
@@ -103,7 +103,7 @@ def _base(module: Any, rope: Rope) -> str:
     """The base that rotary embeddings turn by, from the angle of their second pair at position 1; scaling counts in
     it."""
     made = _turned(module, rope.head_dim, 1)
-    first, second = (2, 3) if _interleaved(module) else (1, 1 + rope.rotated // 2)
+    first, second = (2, 3) if interleaved(module) else (1, 1 + rope.rotated // 2)
     angle = float(np.arctan2(made[second] - made[first], made[second] + made[first]))
     base = angle ** (-rope.rotated / 2) if angle > 0 else float("inf")
     return f"base {base:,.0f}" if 1 < base < 1e12 else "another kind"

@@ -184,7 +184,11 @@ def open_engine(
         if dtype != "auto":
             model.set_dtype(DTYPES[dtype])
         hook = Hook(model, settings, str(path), max_tokens * num_sequences, config, keep_records=True)
-        balance(hook, path, _dtype(model))
+        try:
+            balance(hook, path)
+        except BaseException:
+            hook.close()
+            raise
     except BaseException:
         mx.set_default_device(default)
         raise
@@ -240,7 +244,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
                 folder = Path(args[0])
                 config = load_config(folder) if folder.is_dir() else None
                 self.hook = Hook(self.model, settings, str(args[0]), config=config)
-                balance(self.hook, folder, _dtype(self.model))
+                balance(self.hook, folder)
                 if self.hook.pool is not None:
                     pools.append(self.hook.pool)
             except Exception:
