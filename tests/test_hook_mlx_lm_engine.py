@@ -240,6 +240,16 @@ def test_what_the_server_is_asked_for_besides_is_refused_or_told_at_once(
     assert "--nonsense" in capsys.readouterr().err
 
 
+def test_the_server_balances_the_keys_of_what_it_loads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm import server as theirs
+
+    loaded: list[tuple[Any, Path]] = []
+    monkeypatch.setattr(theirs, "run", lambda host, port, provider: provider.load_default())
+    monkeypatch.setattr(mlx_lm_engine, "balance", lambda hook, path: loaded.append((hook.model, path)))
+    assert serve(directory, Settings.of(RQ), "127.0.0.1", 1, []) == 0
+    assert [path for _, path in loaded] == [directory]
+
+
 def test_a_plea_to_end_is_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     from mlx_lm import server as theirs
 
