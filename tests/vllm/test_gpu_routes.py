@@ -46,7 +46,7 @@ def test_sparse_rows_find_their_needles_beside_prefills() -> None:
         said = engines.say(llm, asked, 10, logprobs=None)
         found = engines.stats(llm)
         assert not found["fallbacks"] and not found["failed_writes"] and found["bytes_ratio"] < 0.15
-        assert shadow.largest == 0 and shadow.wrong == 0 and shadow.lacking == 0 and shadow.checked > 1000
+        assert shadow.largest == 0 and shadow.wrong == 0 and shadow.lacking == 0 and shadow.checked > 300
         llm.collective_rpc("eps_set", kwargs={"on": False})
         llm.reset_prefix_cache()
         dense = engines.say(llm, asked, 10, logprobs=None)
