@@ -32,14 +32,15 @@ def opened(engine: str, path: Path, method: str, dtype: str = "float32") -> Iter
             torch = pytest.importorskip("torch")
             weights = {name: array.detach().float().numpy() for name, array in made.model.named_parameters()}
             with torch.no_grad():
-                yield weights, lambda: made.model(torch.tensor([TOKENS])).logits[0].numpy()
+                yield weights, lambda: made.model(torch.tensor([TOKENS])).logits[0].float().numpy()
         else:
             import mlx.core as mx
             from mlx.utils import tree_flatten
 
             model, flat = made.hook.model, tree_flatten(made.hook.model.parameters())
             weights = {name: np.array(array.astype(mx.float32)) for name, array in flat}
-            yield weights, lambda: np.array(model(mx.array([TOKENS]), cache=made.hook.stock_caches())[0])
+            caches = made.hook.stock_caches()
+            yield weights, lambda: np.array(model(mx.array([TOKENS]), cache=caches)[0].astype(mx.float32))
     finally:
         made.close()
 
@@ -70,6 +71,14 @@ def test_rows_are_multiplied_as_our_own_decoder_multiplies_them(engine: str, nam
 
 
 @pytest.mark.parametrize("engine", BACKENDS)
+def test_bfloat16_logits_keep_their_bits(engine: str) -> None:
+    where = engine, uneven("llama2")
+    with opened(*where, "box", "bfloat16") as (before, plain), opened(*where, "rq", "bfloat16") as (after, balanced):
+        assert np.array_equal(plain(), balanced())
+        assert not all(np.array_equal(array, after[one]) for one, array in before.items())
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
 def test_what_is_not_balanced_keeps_its_weights(engine: str, tmp_path: Path) -> None:
     """Methods without codes, norms that are stored about 1, float16, and files that our own decoders do not read."""
     unread = shutil.copytree(uneven("llama2"), tmp_path / "unread")
@@ -85,7 +94,7 @@ def test_what_is_not_balanced_keeps_its_weights(engine: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("odd", ["half", "codes", "rows", "absent"])
 def test_weights_that_cannot_be_multiplied_leave_all_as_they_are(odd: str) -> None:
-    """Of another dtype, quantised, in shards, under another name: one tensor is enough."""
+    """One tensor of half precision, of codes, in shards or under another name leaves all as they are."""
     path = uneven("llama2")
     names = {one.name: (one.stored_shape[0], "float32") for one in weight_names(read_spec(path)).values()}
     last = "model.layers.1.self_attn.k_proj.weight"
@@ -98,6 +107,23 @@ def test_weights_that_cannot_be_multiplied_leave_all_as_they_are(odd: str) -> No
     assert not ran
     balance_loaded(path, config, names | {last: (rows, "bfloat16")}, lambda *one: ran.append(one), lambda *one: None)
     assert len(ran) == 1
+
+
+def test_a_model_that_mlx_lm_cannot_balance_has_no_eps_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlx_lm")
+    from mlx_lm.models import llama
+
+    from eps_mlx.integrations.mlx_lm import engine as module
+    from eps_mlx.integrations.mlx_lm.names import ATTENTION, stock_attention
+
+    def broken(hook: Any, path: Path) -> None:
+        assert getattr(llama, ATTENTION) is not stock_attention
+        raise RuntimeError("a test broke this")
+
+    monkeypatch.setattr(module, "balance", broken)
+    with pytest.raises(RuntimeError, match="a test broke this"):
+        module.open_engine(uneven("llama2"), Settings.of({"method": "rq"}), device="cpu")
+    assert getattr(llama, ATTENTION) is stock_attention
 
 
 def test_interleaved_rope_of_mlx_lm_is_left_alone(tmp_path: Path) -> None:

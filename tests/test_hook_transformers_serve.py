@@ -18,6 +18,7 @@ from tiny_models import save_model
 from eps_core.errors import ConfigError
 from eps_core.integrations.settings import Settings
 from eps_cuda.integrations.transformers import serve
+from eps_cuda.integrations.transformers import server as server_module
 
 ROOT = Path(__file__).parent.parent
 FLAT = {"method": "box", "group_size": 2, "budget": 0.2, "num_sink_tokens": 2, "num_recent_tokens": 4}
@@ -53,6 +54,17 @@ def stats(port: int) -> dict[str, Any]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/eps/stats", timeout=30) as answer:
         given: dict[str, Any] = json.load(answer)
     return given
+
+
+def test_keys_are_balanced_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_model("llama2", tmp_path / "model")
+
+    def balance(model: Any, folder: Path, config: Any) -> None:
+        raise ConfigError(f"{type(model).__name__} of {folder} for {config.method}")
+
+    monkeypatch.setattr(server_module, "balance", balance)
+    with pytest.raises(ConfigError, match=f"LlamaForCausalLM of {path} for box"):
+        serve(path, SETTINGS, "127.0.0.1", free_port(), ["--device", "cpu"])
 
 
 def test_a_client_is_answered_in_a_stream_and_eps_is_in_it(server: Any) -> None:

@@ -36,7 +36,7 @@ CONFIGS = {
     "units": CONFIG,
     "short units in three parts": CONFIG.replace(cascade=(0.5, 0.2)),
     "query heads summed": EpsConfig.of(method="rq", budget=0.2, num_recent_tokens=16, combine="sum"),
-    "the largest of query heads": EpsConfig.of(method="rq", budget=0.2, num_recent_tokens=16),
+    "the largest of query heads": EpsConfig.of(method="rq", budget=0.2, num_recent_tokens=16, combine="max"),
 }
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::item", "aten::equal"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from eps_core.config.cache import CacheConfig
-from eps_core.decode.balance import Measure, balance
+from eps_core.decode.balance import Measure, balance, key_factors
 from eps_core.errors import ConfigError
 from eps_core.models.config import read_spec
 from eps_core.models.weights import weight_names
@@ -34,10 +34,8 @@ def balance_loaded(
         spec = read_spec(path)
     except ConfigError:
         return
-    makes = ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
-    names = {
-        short: one for short, one in weight_names(spec).items() if short.split(".")[-1].removesuffix("_bias") in makes
-    }
+    stored, no_exponents = weight_names(spec), np.zeros((spec.num_kv_heads, spec.head_dim // 2), np.int8)
+    names = {short: stored[short] for layer in spec.full for short in key_factors(spec, layer, no_exponents)}
     for one in names.values():
         rows, dtype = weights.get(one.name, (0, ""))
         if one.offset or rows != one.stored_shape[0] or dtype not in _EXACT:
