@@ -31,6 +31,7 @@ def opened(engine: str, path: Path, method: str, dtype: str = "float32") -> Iter
         if engine == "transformers":
             torch = pytest.importorskip("torch")
             weights = {name: array.detach().float().numpy() for name, array in made.model.named_parameters()}
+            assert made.model.config._attn_implementation == "sdpa"
             with torch.no_grad():
                 yield weights, lambda: made.model(torch.tensor([TOKENS])).logits[0].float().numpy()
         else:

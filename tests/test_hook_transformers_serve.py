@@ -62,7 +62,11 @@ def test_keys_are_balanced_before_it_serves(tmp_path: Path, monkeypatch: pytest.
     def balance(model: Any, folder: Path, config: Any) -> None:
         raise ConfigError(f"{type(model).__name__} of {folder} for {config.method}")
 
+    def served_at_once(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("keys are not balanced")
+
     monkeypatch.setattr(server_module, "balance", balance)
+    monkeypatch.setattr(server_module, "eps", served_at_once)
     with pytest.raises(ConfigError, match=f"LlamaForCausalLM of {path} for box"):
         serve(path, SETTINGS, "127.0.0.1", free_port(), ["--device", "cpu"])
 

@@ -32,8 +32,9 @@ def balance(
 ) -> np.ndarray:
     """Balances the keys and queries of a model with full weights, in place, for codes about means of `mean_tokens`.
     `run(tokens, measure)` reads a prompt and calls `measure` in every layer of full attention, at least;
-    `multiply(name, factors)` multiplies the rows of a weight, by its name in `models.weights.weight_names`. Returns the exponents of keys
-    [L, Hkv, D / 2] int8, 0 in layers with a sliding window, which are always dense; queries have the negative ones."""
+    `multiply(name, factors)` multiplies the rows of a weight, by its name in `models.weights.weight_names`. Returns the
+    exponents of keys [L, Hkv, D / 2] int8, 0 in layers with a sliding window, which are always dense; queries have the
+    negative ones."""
     found = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim // 2), np.int8)
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, min(TOKENS, spec.max_context))
     with Progress("keys: balancing", "layers") as progress:
