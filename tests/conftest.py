@@ -165,28 +165,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=("default", "rest", "all"), default="all", help="part of the suite that is run")
 
 
-def _left_to_arrays(item: pytest.Item) -> bool:
-    """Return whether a test on kernels has a parameter of a method that its mark does not name: array operations score
-    it, and the kernels that attend to it are those of other methods."""
+def _left_out_on_kernels(item: pytest.Item) -> bool:
+    """Return whether a test on kernels has a parameter of a method that its mark does not name (array operations score
+    it, and the kernels that attend to it are those of other methods) or a case that emulators, which are slow, skip."""
     marker, called = item.get_closest_marker("kernels"), getattr(item, "callspec", None)
-    methods = marker.kwargs.get("methods") if marker else None
-    if (
-        methods is None
-        or called is None
-        or "target" not in called.params
-        or called.params["target"].kernels == "arrays"
-    ):
+    target = called.params.get("target") if called else None
+    if marker is None or target is None or target.kernels == "arrays":
         return False
+    emulated, methods = marker.kwargs.get("emulated"), marker.kwargs.get("methods")
+    slow = emulated is not None and target.device == "cpu" and target.kernels in ("triton", "metal")
+    if slow and called.params["case"] not in emulated:
+        return True
     for name, value in called.params.items():
         config = getattr(value, "config", value) if name in ("case", "config") else None
         method = value if name == "method" else config and config.cache_config.method
-        if method is not None and method not in methods:
+        if methods is not None and method is not None and method not in methods:
             return True
     return False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:] = [item for item in items if not _left_to_arrays(item)]
+    items[:] = [item for item in items if not _left_out_on_kernels(item)]
     tiers: dict[str, list[pytest.Item]] = {"default": [], "rest": []}
     for item in items:
         marker = marker_of(item.nodeid)

@@ -46,7 +46,8 @@ from eps_core.reference.formulas import attend_keys, group_masses
 from eps_core.summaries import base as oracle_summaries
 
 # of methods without a kernel of their own, kernels list and attend as for box
-pytestmark = pytest.mark.kernels("numba", "triton", "metal", methods=("off", "rq", "meanstd", "box"))
+KERNEL_METHODS = ("off", "rq", "meanstd", "box")
+pytestmark = pytest.mark.kernels("numba", "triton", "metal", methods=KERNEL_METHODS)
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 EPSILONS = (0.3, 0.02, 0.0)  # of strict: each extends further
@@ -94,29 +95,37 @@ def eps(method: str, **settings: object) -> EpsConfig:
 
 
 BASE = [Case((150, 37), eps(m)) for m in (*METHODS[1:], *EVALUATION_METHODS)]
-CASES = [
+# the cases of emulators: an arm of each kernel; all cases run where the device itself runs them
+EMULATED = [
     *BASE,
-    Case((300,), eps("rq", group_size=2)),
-    Case((300, 70), EpsConfig.of(method="rq", budget=0.2)),
-    # units' means of all sizes, in stages and whole, with bounds, in head dims of one part
-    Case((300, 64, 63), eps("rq", group_size=2, mean_tokens=32), head_dim=64),
     Case((600, 290), eps("rq", group_size=1, mean_tokens=64, budget=0.1), dtype="bfloat16", head_dim=128),
     Case((300, 61), eps("rq", group_size=2, mean_tokens=32, cascade=(0.5, 0.2)), head_dim=32, num_heads=6),
     Case((300, 129), eps("rq", group_size=2, mean_tokens=64, cascade=(), rescore=0.0), head_dim=64),
-    Case((400, 65), eps("rq", combine="sum", budget=0.1), dtype="bfloat16", head_dim=64, num_heads=6),
-    Case((300, 65), eps("rq", group_size=8, mean_tokens=64), head_dim=20),
     Case((300,), eps("rq", group_size=2, mean_tokens=32, rq_bounds=True), num_heads=3, num_kv_heads=1),
     Case((260, 40, 3), eps("rq", group_size=16, mean_tokens=64, rq_bounds=True), dtype="float16", head_dim=64),
     Case((300, 61), eps("rq", group_size=2, scope="union"), head_dim=64, kind="outlier"),
     Case((300, 61), eps("rq", group_size=2, policy="threshold", top_pages=20), head_dim=64, kind="ties"),
-    Case((300, 130), eps("rq", group_size=2, policy="threshold", top_pages=9), head_dim=64, num_heads=8),
     Case((290,), eps("meanstd", group_size=3, block_size=12)),
+    Case((300,), eps("rq", group_size=16), head_dim=20),
+    Case((1,), eps("box")),
+    Case((150, 37), eps("box", min_context=100)),
+    Case((150, 37), eps("off"), dtype="bfloat16", num_heads=8, num_kv_heads=1),
+    Case((310, 100), eps("rq", rescore=0.2, budget=0.1), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
+    Case((310, 100), eps("rq", rescore=0.2, budget=0.1), bits=("nvfp4", "fp8"), dtype="bfloat16", head_dim=64),
+]
+CASES = [
+    *EMULATED,
+    Case((300,), eps("rq", group_size=2)),
+    Case((300, 70), EpsConfig.of(method="rq", budget=0.2)),
+    # units' means of all sizes, in stages and whole, with bounds, in head dims of one part
+    Case((300, 64, 63), eps("rq", group_size=2, mean_tokens=32), head_dim=64),
+    Case((400, 65), eps("rq", combine="sum", budget=0.1), dtype="bfloat16", head_dim=64, num_heads=6),
+    Case((300, 65), eps("rq", group_size=8, mean_tokens=64), head_dim=20),
+    Case((300, 130), eps("rq", group_size=2, policy="threshold", top_pages=9), head_dim=64, num_heads=8),
     Case((290,), eps("box", group_size=48)),
     Case((290, 31), eps("moments", group_size=5, block_size=5)),
-    Case((300,), eps("rq", group_size=16), head_dim=20),
     Case((600, 290), eps("rq", group_size=2), dtype="bfloat16", head_dim=64),
     Case((520,), eps("rq", group_size=32, policy="threshold", top_pages=2)),
-    Case((1,), eps("box")),
     Case((4,), eps("moments")),
     Case((5, 4, 1), eps("ball", group_size=4)),
     Case((70, 33), eps("box", group_size=1)),
@@ -146,7 +155,6 @@ CASES = [
     Case((150, 37), eps("box", budget=20.0)),
     Case((150, 37), eps("box", top_pages=5)),
     Case((150, 37), eps("box", budget=1.0)),
-    Case((150, 37), eps("box", min_context=100)),
     Case((150, 37), eps("ball", group_size=2, budget=0.1), num_heads=8, num_kv_heads=2),
     Case((300, 61), eps("moments", group_size=1, scope="union", budget=0.05), num_heads=6),
     Case((300,), eps("rq", group_size=1), num_heads=3, num_kv_heads=1, dtype="float16"),
@@ -158,7 +166,6 @@ CASES = [
     Case((150, 37), eps("moments"), kind="equal"),
     Case((300,), eps("rq"), kind="equal"),
     Case((150, 37), eps("off")),
-    Case((150, 37), eps("off"), dtype="bfloat16", num_heads=8, num_kv_heads=1),
     Case((300, 130), eps("norm", group_size=128)),
     Case((300, 130), eps("norm", group_size=128, policy="threshold", top_pages=1), dtype="bfloat16"),
     Case((70, 33), eps("norm", group_size=1), dtype="float16"),
@@ -176,14 +183,12 @@ CASES = [
     # K and V as codes
     Case((150, 37), eps("off"), bits=(8, 4), num_heads=8, num_kv_heads=1),
     Case((150, 37), eps("box"), bits=(8, 8), dtype="bfloat16"),
-    Case((310, 100), eps("rq", rescore=0.2, budget=0.1), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
     Case((300, 61), eps("rq", group_size=2, mean_tokens=32, rq_bounds=True), bits=(4, 16), num_heads=6),
     Case((150, 37), eps("moments"), bits=(8, 8), dtype="float16", kind="outlier"),
     Case((150, 37), eps("ball", policy="threshold", top_pages=4), bits=(4, 4), head_dim=34),
     Case((150, 37), eps("fd"), bits=(16, 8), head_dim=33),
     Case((150, 37), eps("oracle"), bits=(4, 8), kind="ties"),
     Case((150, 37), eps("rq"), bits=(8, 8)),
-    Case((310, 100), eps("rq", rescore=0.2, budget=0.1), bits=("nvfp4", "fp8"), dtype="bfloat16", head_dim=64),
     Case((150, 37), eps("box"), bits=("fp8", "nvfp4"), dtype="float16", head_dim=48, kind="outlier"),
 ]
 
@@ -292,6 +297,7 @@ class FilledCase:
         return out, lse
 
 
+@pytest.mark.kernels("numba", "triton", "metal", methods=KERNEL_METHODS, emulated=EMULATED)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backend_follows_the_oracle(target, case):
     backend, device = target

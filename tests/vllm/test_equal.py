@@ -11,7 +11,7 @@ import engines
 import pytest
 from engines import Said
 
-CASES = [("demo", "float32"), ("demo", "bfloat16"), ("qwen2", "bfloat16"), ("qwen3", "float32")]
+CASES = [("demo", "float32"), ("qwen2", "bfloat16")]
 LENGTHS = (700, 130, 1100)
 STOCK = (
     "from pathlib import Path; import json, sys; sys.path.insert(0, {here!r}); import conftest, engines, test_equal; \

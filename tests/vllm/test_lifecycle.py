@@ -21,16 +21,16 @@ def test_shared_preempted_and_reused_blocks_keep_their_summaries() -> None:
     rng = np.random.default_rng(1)
     shared = rng.integers(0, 256, 400).tolist()
     asked = [
-        (shared if i % 2 else []) + rng.integers(0, 256, int(rng.integers(40, 400))).tolist() for i in range(30)
+        (shared if i % 2 else []) + rng.integers(0, 256, int(rng.integers(40, 400))).tolist() for i in range(16)
     ]  # fmt: skip
     more = {"num_gpu_blocks_override": 26, "disable_log_stats": False, "max_model_len": 1024}
     with engines.engine(engines.DEMO, RQ, **more) as llm:
         shadow = Shadow(llm)
-        engines.say(llm, asked, 160, logprobs=None)
+        engines.say(llm, asked, 120, logprobs=None)
         found = engines.stats(llm)
         assert metric(llm, "vllm:num_preemptions") > 0, "the pool was large enough: nothing was preempted"
-        assert metric(llm, "vllm:prefix_cache_hits") > 1000
-    assert shadow.layer_steps >= 3_000 and shadow.checked > 25_000
+        assert metric(llm, "vllm:prefix_cache_hits") > 500
+    assert shadow.layer_steps >= 1_000 and shadow.checked > 10_000, (shadow.layer_steps, shadow.checked)
     assert shadow.largest == 0 and shadow.wrong == 0 and shadow.lacking == 0
     assert not found["fallbacks"] and not found["failed_writes"] and found["bytes_ratio"] < 0.2
 
