@@ -48,7 +48,7 @@ class Case:
         )  # fmt: skip
 
 
-ONCE = Case(64, 4, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum")
+ONCE = Case(64, 4, mean_tokens=64, size=1, cascade=(), rescore=1.0, combine="sum", num_units=3)
 CASES = {
     "usual": Case(),
     "unit of the pool is one of a mean": Case(128, 4, mean_tokens=64, num_units=7),
@@ -73,9 +73,9 @@ CASES = {
     "128 dimensions, read at once": replace(ONCE, head_dim=128, repeat=7),
     "256 dimensions, read at once": Case(256, 9, mean_tokens=64, size=1, cascade=(), rescore=1.0, num_units=3),
     "one head, read at once": replace(ONCE, head_dim=32, repeat=1),
-    "three heads, read at once": replace(ONCE, head_dim=160, repeat=3, num_units=3),
-    "nine heads, read at once": replace(ONCE, repeat=9, num_units=3),
-    "seventeen heads, read at once": replace(ONCE, repeat=17, num_units=3),
+    "three heads, read at once": replace(ONCE, head_dim=160, repeat=3),
+    "nine heads, read at once": replace(ONCE, repeat=9),
+    "seventeen heads, read at once": replace(ONCE, repeat=17),
     "two means a unit, read at once": replace(ONCE, block_size=128, num_units=4),
     "96 dimensions, read at once": replace(ONCE, head_dim=96, repeat=2),
     "no power of two, read at once": Case(80, 5, size=4, cascade=(), rescore=1.0, combine="sum"),

@@ -20,7 +20,6 @@ DEMO = ROOT / "eps_core" / "demo_model"
 EXTENSION = "eps_cuda.integrations.vllm.worker.EpsWorker"
 FAMILIES = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "mistral-window": ("MistralConfig", {"sliding_window": 64}),
     "gemma3": (
         "Gemma3TextConfig",

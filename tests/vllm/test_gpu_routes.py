@@ -26,13 +26,12 @@ def stand_in() -> Iterator[None]:
         _cached_get_attn_backend.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_everything_visited_is_the_stock_kernel_bit_for_bit(dtype: str) -> None:
+def test_everything_visited_is_the_stock_kernel_bit_for_bit() -> None:
     asked = engines.prompts(700, 130, 400)
-    with engines.engine(engines.DEMO, dtype=dtype) as llm:
+    with engines.engine(engines.DEMO, dtype="bfloat16") as llm:
         dense = engines.say(llm, asked)
     for settings in ({"method": "rq"}, {"method": "meanstd", "route": "stock"}):
-        with engines.engine(engines.DEMO, {**settings, "budget": 1.0}, dtype=dtype) as llm:
+        with engines.engine(engines.DEMO, {**settings, "budget": 1.0}, dtype="bfloat16") as llm:
             assert engines.say(llm, asked) == dense
             found = engines.stats(llm)
             assert found["rows"] > 0 and found["bytes_ratio"] == 1.0 and not found["fallbacks"]
