@@ -48,8 +48,10 @@ TASKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_tasks(folder: Path, num_documents: int, num_tokens: int, tokenizer: Tokenizer) -> None:
-    """Write both tasks over the same documents of at most `num_tokens` tokens, as the harness reads them."""
+def write_tasks(
+    folder: Path, num_documents: int, num_tokens: int, tokenizer: Tokenizer, tasks: dict[str, dict[str, Any]] = TASKS
+) -> None:
+    """Write all tasks over the same documents of at most `num_tokens` tokens, as the harness reads them."""
 
     def encode(text: str, special: bool = True) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
@@ -79,7 +81,7 @@ def write_tasks(folder: Path, num_documents: int, num_tokens: int, tokenizer: To
         )
     data = folder / "needles.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name, task in TASKS.items():
+    for name, task in tasks.items():
         whole = {"task": name, **COMMON, "dataset_kwargs": {"data_files": {"test": str(data)}}, **task}
         (folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
 
@@ -93,11 +95,13 @@ def demo_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def run(module: str, model: str, model_args: str, tasks: Path, out: Path, batch: int) -> dict[str, Any]:
-    """Return the harness's record of one run."""
+def run(
+    module: str, model: str, model_args: str, tasks: Path, out: Path, *flags: str, python: str = sys.executable
+) -> dict[str, Any]:
+    """Return the harness's record of one run of every task in a folder."""
     command = [
-        sys.executable, "-m", module, "run", "--model", model, "--model_args", model_args, "--tasks", *TASKS,
-        "--include_path", str(tasks), "--output_path", str(out), "--device", "cpu", "--batch_size", str(batch),
+        python, "-m", module, "run", "--model", model, "--model_args", model_args, "--include_path", str(tasks),
+        "--tasks", *sorted(one.stem for one in tasks.glob("*.yaml")), "--output_path", str(out), *flags,
     ]  # fmt: skip
     done = subprocess.run(command, stdin=subprocess.DEVNULL)
     require(done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: see what it said above")
@@ -131,7 +135,8 @@ def main() -> None:
             if budget is not None:
                 module, model = "eps_cuda.integrations.lm_eval", "eps-hf"
                 arguments += f",eps_method=rq,eps_budget={budget}"
-            report = run(module, model, arguments, folder / "tasks", folder / f"{model}-{budget}", given.batch)
+            out, flags = folder / f"{model}-{budget}", ("--device", "cpu", "--batch_size", str(given.batch))
+            report = run(module, model, arguments, folder / "tasks", out, *flags)
             outcomes.append({
                 "model": model, "budget": budget,
                 "needle_said": report["results"]["needle_said"]["exact_match,none"],
