@@ -5,7 +5,6 @@ alike is used as it is: operators, `reshape`, `swapaxes`, `flatten`, and `sum`, 
 `axis` and `keepdims`. Axes not named are the last one.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,7 +27,7 @@ ALIKE = (
 )  # fmt: skip
 
 
-class Ops(ABC):
+class Ops:
     """The operations of one array library, which a backend fills in, and numbers that all methods make of them."""
 
     def __init_subclass__(cls, library: Any) -> None:
@@ -77,146 +76,51 @@ class Ops(ABC):
     keeps_views: bool  # whether a view of a pool may be kept while the pool is written
     gpu_family: str  # the GPU kernels, which read a cache's `valid`
 
-    @abstractmethod
-    def place(self, cache: Any = None) -> AbstractContextManager[Any]:
-        """Return the context in which the arrays of a cache are computed, or those at hand where there is none."""
-
-    @abstractmethod
-    def on(self, like: Any, array: np.ndarray) -> Array:
-        """Return a host array where `like`, an array or a cache, is."""
-
-    @abstractmethod
-    def index(self, like: Any, array: np.ndarray) -> Array:
-        """Return host integers where `like` is, in the dtype that indices have."""
-
-    @abstractmethod
-    def host(self, array: Array) -> np.ndarray:
-        """Return an array on the host, in its own dtype: bfloat16 as ml_dtypes has it."""
-
-    @abstractmethod
-    def native(self, like: Any, array: np.ndarray) -> Array:
-        """Return a host array where `like` is, in its own dtype: the inverse of `host`."""
-
-    @abstractmethod
-    def new(self, device: Any, shape: Sequence[int], dtype: str) -> Array:
-        """Return zeros that a cache keeps."""
-
-    @abstractmethod
-    def full(self, like: Any, shape: Sequence[int], value: bool | int | float) -> Array:
-        """Return bool, int32 or float32 numbers, as `value` is, where `like` is."""
-
-    @abstractmethod
-    def cast(self, x: Array, dtype: Any) -> Array:
-        """Return x in a dtype of the library."""
-
-    @abstractmethod
-    def copy(self, x: Array) -> Array:
-        """Return an array that no later write to x changes."""
-
-    @abstractmethod
-    def widest(self, x: Array) -> Array:
-        """Return x in float64, where the library computes with it as fast as with float32."""
-
-    @abstractmethod
-    def is_whole(self, pool: Array) -> bool:
-        """Return whether an array is contiguous."""
-
-    @abstractmethod
-    def by_token(self, units: Array, length: int) -> Array:
-        """Return the first `length` rows [length, Hkv, D] of units [M, Hkv, U, D], a copy."""
-
-    @abstractmethod
-    def longer(self, array: Array, length: int) -> Array:
-        """Return an array [P, ..] of a pool with more, empty rows."""
-
-    @abstractmethod
-    def gather_rows(self, array: Array, rows: Array) -> Array:
-        """Return rows [..] of an array [N, ..]: [.., ..]."""
-
-    @abstractmethod
-    def take_along(self, x: Array, index: Array) -> Array:
-        """Return x at indices of its last axis."""
-
-    @abstractmethod
-    def put_along(self, x: Array, index: Array, values: Array) -> Array:
-        """Return x with values at indices of its last axis."""
-
-    @abstractmethod
-    def running_count(self, mask: Array) -> Array:
-        """Return how many are True up to each entry."""
-
-    @abstractmethod
-    def log_running(self, x: Array) -> Array:
-        """Return log sum exp up to each entry."""
-
-    @abstractmethod
-    def best_first(self, keys: Array) -> Array:
-        """Return indices in falling order of keys, the lower first among equals."""
-
-    @abstractmethod
-    def kth_largest(self, keys: Array, count: Array, most: int) -> Array:
-        """Return the `count`-th [.., 1] largest of keys, where 1 <= `count` <= `most`."""
-
-    @abstractmethod
-    def arange(self, like: Any, start: int, stop: int, step: int = 1) -> Array:
-        """Return int32 numbers where `like` is."""
-
-    @abstractmethod
-    def variance(self, x: Array, axis: int) -> Array:
-        """Return the population variance."""
-
-    @abstractmethod
-    def pad(self, x: Array, after: int, axis: int = -1, value: float = 0) -> Array:
-        """Return x with `after` times `value` behind it."""
-
-    @abstractmethod
-    def flip(self, x: Array) -> Array:
-        """Return x with its last axis reversed."""
+    # methods, `like` an array or a cache, which says where something is made
+    place: Callable[..., AbstractContextManager[Any]]  # (cache=None): where its arrays, or those at hand, are computed
+    on: Callable[[Any, np.ndarray], Array]  # (like, array): a host array there
+    index: Callable[[Any, np.ndarray], Array]  # (like, array): host integers there, in the dtype that indices have
+    host: Callable[[Array], np.ndarray]  # an array on the host, in its own dtype: bfloat16 as ml_dtypes has it
+    native: Callable[[Any, np.ndarray], Array]  # (like, array): a host array there in its dtype: `host` undone
+    new: Callable[[Any, Sequence[int], str], Array]  # (device, shape, dtype): zeros that a cache keeps
+    full: Callable[[Any, Sequence[int], bool | int | float], Array]  # (like, shape, value): bool, int32 or float32
+    arange: Callable[..., Array]  # (like, start, stop, step=1): int32 numbers there
+    cast: Callable[[Array, Any], Array]  # (x, dtype): x in a dtype of the library
+    copy: Callable[[Array], Array]  # an array that no later write to x changes
+    widest: Callable[[Array], Array]  # x in float64, where the library computes with it as fast as with float32
+    is_whole: Callable[[Array], bool]  # whether an array is contiguous
+    by_token: Callable[[Array, int], Array]  # (units [M, Hkv, U, D], length): their first rows [length, Hkv, D], a copy
+    longer: Callable[[Array, int], Array]  # (array [P, ..] of a pool, length): the same with more, empty rows
+    gather_rows: Callable[[Array, Array], Array]  # (array [N, ..], rows [..]): [.., ..]
+    take_along: Callable[[Array, Array], Array]  # (x, index): x at indices of its last axis
+    put_along: Callable[[Array, Array, Any], Array]  # (x, index, values): x with values at indices of its last axis
+    running_count: Callable[[Array], Array]  # how many of a mask are True up to each entry
+    log_running: Callable[[Array], Array]  # log sum exp up to each entry
+    best_first: Callable[[Array], Array]  # indices in falling order of keys, the lower first among equals
+    # (keys, count [.., 1], most): the `count`-th largest of keys [.., 1], where 1 <= `count` <= `most`
+    kth_largest: Callable[[Array, Array, int], Array]
+    variance: Callable[..., Array]  # (x, axis): of the population
+    pad: Callable[..., Array]  # (x, after, axis=-1, value=0): x with `after` times `value` behind it
+    flip: Callable[[Array], Array]  # x with its last axis reversed
+    # of symmetric matrices: eigenvalues, rising, and eigenvectors as columns
+    eigh: Callable[[Array], tuple[Array, Array]]
+    triangle: Callable[[Array], Array]  # the triangular factor of a QR decomposition
+    next16: Callable[[Array], Array]  # the next larger float16 of each x >= 0
+    signbit: Callable[[Array], Array]  # whether x is negative, zeros by their sign
+    to_fp8: Callable[[Array], Array]  # float32 numbers of at most 448 as E4M3 in uint8, to the nearest
+    from_fp8: Callable[[Array], Array]  # the numbers [..] float32 of E4M3 in uint8
+    # float16 numbers >= 0 in one byte: five bits of exponent, three of mantissa, to the nearest
+    to_byte: Callable[[Array], Array]
+    from_byte: Callable[[Array], Array]  # the numbers [..] float32 that `to_byte` stored
+    # (codes [B, Hkv, G, D], a [B, Hkv, R, D]): inner products [B, Hkv, R, G] of stored codes with a
+    all_dots: Callable[[Array, Array], Array]
+    # (packed [B, Hkv, G, bytes], bits, a [B, Hkv, R, D], has_zero=False): inner products [B, Hkv, R, G] of packed
+    # levels (`summaries.rq.levels_of`) with a, their scale left out
+    packed_dots: Callable[..., Array]
 
     def repeat(self, x: Array, times: int) -> Array:
         """Return every element of the last axis `times` times in a row."""
         return self.broadcast_to(x[..., None], (*x.shape, times)).flatten(-2)
-
-    @abstractmethod
-    def eigh(self, matrix: Array) -> tuple[Array, Array]:
-        """Return eigenvalues, rising, and eigenvectors as columns of symmetric matrices."""
-
-    @abstractmethod
-    def triangle(self, matrix: Array) -> Array:
-        """Return the triangular factor of a QR decomposition."""
-
-    @abstractmethod
-    def next16(self, x: Array) -> Array:
-        """Return the next larger float16 of each x >= 0."""
-
-    @abstractmethod
-    def signbit(self, x: Array) -> Array:
-        """Return whether x is negative, zeros by their sign."""
-
-    @abstractmethod
-    def to_fp8(self, x: Array) -> Array:
-        """Return float32 numbers of at most 448 as E4M3 in uint8, to the nearest."""
-
-    @abstractmethod
-    def from_fp8(self, codes: Array) -> Array:
-        """Return the numbers [..] float32 of E4M3 in uint8."""
-
-    @abstractmethod
-    def to_byte(self, scale: Array) -> Array:
-        """Return float16 numbers >= 0 in one byte: five bits of exponent, three of mantissa, to the nearest."""
-
-    @abstractmethod
-    def from_byte(self, stored: Array) -> Array:
-        """Return the numbers [..] float32 that `to_byte` stored."""
-
-    @abstractmethod
-    def all_dots(self, codes: Array, a: Array) -> Array:
-        """Return inner products [B, Hkv, R, G] of stored codes [B, Hkv, G, D] with a [B, Hkv, R, D]."""
-
-    @abstractmethod
-    def packed_dots(self, packed: Array, bits: int, a: Array, has_zero: bool = False) -> Array:
-        """Return inner products [B, Hkv, R, G] of packed levels [B, Hkv, G, bytes] (`summaries.rq.levels_of`) with a
-        [B, Hkv, R, D], their scale left out."""
 
     # ------------------------------------------------------------------------------------------------------- rounding
 
