@@ -37,7 +37,7 @@ class TorchOps(Ops, library=torch):
     norms = staticmethod(lambda x: torch.linalg.vector_norm(x, dim=-1))
     softmax = staticmethod(lambda x: torch.softmax(x, dim=-1))
     kernels_of = staticmethod(kernels_of)
-    dtypes, gpu_family, keeps_views = DTYPES, "triton", True
+    dtypes, short, gpu_family, keeps_views = DTYPES, torch.int16, "triton", True
     max, min = _reduced(torch.amax), _reduced(torch.amin)
     float32, float16, int8 = _cast(torch.float32), _cast(torch.float16), _cast(torch.int8)
     boolean, uint8, int32, int64 = _cast(torch.bool), _cast(torch.uint8), _cast(torch.int32), _cast(torch.int64)
@@ -134,9 +134,6 @@ class TorchOps(Ops, library=torch):
     def triangle(self, matrix: Tensor) -> Tensor:
         return torch.linalg.qr(matrix, mode="r").R
 
-    def next16(self, x: Tensor) -> Tensor:
-        return (x.view(torch.int16) + 1).view(torch.float16)
-
     def signbit(self, x: Tensor) -> Tensor:
         return torch.signbit(x)
 
@@ -145,12 +142,6 @@ class TorchOps(Ops, library=torch):
 
     def from_fp8(self, codes: Tensor) -> Tensor:
         return codes.view(torch.float8_e4m3fn).float()
-
-    def to_byte(self, scale: Tensor) -> Tensor:
-        return ((scale.view(torch.int16).int() + 64) >> 7).clamp(max=0xF7).to(torch.uint8)
-
-    def from_byte(self, stored: Tensor) -> Tensor:
-        return (stored.to(torch.int16) << 7).view(torch.float16).float()
 
     def all_dots(self, codes: Tensor, a: Tensor) -> Tensor:
         columns = a.mT

@@ -31,7 +31,7 @@ class MlxOps(Ops, library=mx):
     norms = staticmethod(lambda x: mx.sqrt((x * x).sum(axis=-1)))
     softmax = staticmethod(lambda x: mx.softmax(x, axis=-1))
     kernels_of = staticmethod(kernels_of)
-    dtypes, gpu_family = DTYPES, "metal"
+    dtypes, short, gpu_family = DTYPES, mx.uint16, "metal"
     keeps_views = False  # the next write would copy the whole pool
     max, min = _reduced(mx.max), _reduced(mx.min)
     float32, float16, int8 = _cast(mx.float32), _cast(mx.float16), _cast(mx.int8)
@@ -143,9 +143,6 @@ class MlxOps(Ops, library=mx):
     def triangle(self, matrix: mx.array) -> mx.array:
         return mx.linalg.qr(matrix, stream=mx.cpu)[1]
 
-    def next16(self, x: mx.array) -> mx.array:
-        return (x.view(mx.int16) + 1).view(mx.float16)
-
     def signbit(self, x: mx.array) -> mx.array:
         return (x.view(mx.uint32) >> 31).astype(mx.int32)
 
@@ -161,12 +158,6 @@ class MlxOps(Ops, library=mx):
         exponent, steps = mx.maximum(size >> 3, 1), mx.where(size < 8, size, 8 + (size & 7))
         numbers = steps.astype(mx.float32) * ((exponent + 117) << 23).view(mx.float32)
         return mx.where(codes > 127, -numbers, numbers)
-
-    def to_byte(self, scale: mx.array) -> mx.array:
-        return mx.minimum((scale.view(mx.uint16).astype(mx.int32) + 64) >> 7, 0xF7).astype(mx.uint8)
-
-    def from_byte(self, stored: mx.array) -> mx.array:
-        return (stored.astype(mx.uint16) << 7).view(mx.float16).astype(mx.float32)
 
     def all_dots(self, codes: mx.array, a: mx.array) -> mx.array:
         return a @ codes.astype(mx.float32).swapaxes(-1, -2)

@@ -73,6 +73,7 @@ class Ops:
     finfo: Callable[..., Any]
     kernels_of: Callable[[str], KernelTable]
     dtypes: dict[str, Any]  # by the names of `CacheSpec.dtype`
+    short: Any  # whole numbers of 16 bits: those that `view` shows of a float16
     keeps_views: bool  # whether a view of a pool may be kept while the pool is written
     gpu_family: str  # the GPU kernels, which read a cache's `valid`
 
@@ -105,13 +106,9 @@ class Ops:
     # of symmetric matrices: eigenvalues, rising, and eigenvectors as columns
     eigh: Callable[[Array], tuple[Array, Array]]
     triangle: Callable[[Array], Array]  # the triangular factor of a QR decomposition
-    next16: Callable[[Array], Array]  # the next larger float16 of each x >= 0
     signbit: Callable[[Array], Array]  # whether x is negative, zeros by their sign
     to_fp8: Callable[[Array], Array]  # float32 numbers of at most 448 as E4M3 in uint8, to the nearest
     from_fp8: Callable[[Array], Array]  # the numbers [..] float32 of E4M3 in uint8
-    # float16 numbers >= 0 in one byte: five bits of exponent, three of mantissa, to the nearest
-    to_byte: Callable[[Array], Array]
-    from_byte: Callable[[Array], Array]  # the numbers [..] float32 that `to_byte` stored
     # (codes [B, Hkv, G, D], a [B, Hkv, R, D]): inner products [B, Hkv, R, G] of stored codes with a
     all_dots: Callable[[Array, Array], Array]
     # (packed [B, Hkv, G, bytes], bits, a [B, Hkv, R, D], has_zero=False): inner products [B, Hkv, R, G] of packed
@@ -129,9 +126,21 @@ class Ops:
         float32."""
         return self.float16(x * (1 + 2.0**-10) + 2.0**-24)
 
+    def next16(self, x: Array) -> Array:
+        """Return the next larger float16 of each x >= 0."""
+        return (x.view(self.short) + 1).view(self.dtypes["float16"])
+
     def near16(self, x: Array) -> Array:
         """Return the nearest finite float16: for estimates, never for bounds."""
         return self.float16(self.clip(x, -65504.0, 65504.0))
+
+    def to_byte(self, scale: Array) -> Array:
+        """Return float16 numbers >= 0 in one byte: five bits of exponent, three of mantissa, to the nearest."""
+        return self.uint8(self.clip((self.int32(scale.view(self.short)) + 64) >> 7, None, 0xF7))
+
+    def from_byte(self, stored: Array) -> Array:
+        """Return the numbers [..] float32 that `to_byte` stored."""
+        return self.float32((self.cast(stored, self.short) << 7).view(self.dtypes["float16"]))
 
     def mean_codes(self, mu: Array) -> tuple[Array, Array]:
         """Return int8 codes [.., D] and a float16 scale [..] with mu ~ codes * scale, |codes| <= MEAN_MOST."""
