@@ -82,21 +82,6 @@ def write_kernel(
             )  # fmt: skip
 
 
-def _check_units(rq: UnitPools, units: tuple[int, ...], head_dim: int, span_tokens: int) -> list[Tensor]:
-    """Its arrays, whose shapes are asserted."""
-    groups, num_bytes = span_tokens // rq.group_size, -(-head_dim // 8)
-    assert rq.group_size * groups == span_tokens and groups & (groups - 1) == 0, "groups are no power of two"
-    first, *later = rq.part_bytes
-    shapes = {
-        "mean": (head_dim,), "mean_scale": (), "codes": (first, groups), "more": (groups, later[0]),
-        "rest": (groups, later[1]), "scale": (groups,), "second": (groups, num_bytes), "second_scale": (groups,),
-    }  # fmt: skip
-    assert sum(rq.part_bytes) == num_bytes and ("second" in rq.summary) == ("second_scale" in rq.summary)
-    for name, pool in rq.summary.items():
-        assert pool.shape == (*units, *shapes[name]), name
-    return [rq.signs, *rq.summary.values()]
-
-
 def _log2_up(number: int) -> int:
     """The least n with 2^n >= number."""
     return (number - 1).bit_length()
@@ -141,15 +126,7 @@ def write_tokens(
     assert k.stride(2) == v.stride(2) == 1 or head_dim == 1, "a row of k or v is not contiguous"
     assert unit_tokens % span_tokens == 0, "groups do not divide a unit"
     assert finite.dtype in (torch.bool, torch.uint8) and finite.numel() == 1
-    flat = []
-    per_unit = unit_tokens // span_tokens
-    if valid is not None:
-        assert valid.dtype == torch.uint8 and valid.shape == (num_units * per_unit,)
-        flat.append(valid)
-    shape: tuple[int, ...] = (num_units, kv_heads, per_unit)
-    if rq is not None:
-        flat += _check_units(rq, shape, head_dim, span_tokens)
-    assert all(one.is_contiguous() for one in flat), "a pool is not contiguous"
+    assert valid is None or (valid.dtype == torch.uint8 and valid.numel() == num_units * (unit_tokens // span_tokens))
     if not num_tokens:
         return
     constants, num_warps = launch_constants(
