@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from eps_core.attention import kernels as shared_kernels
 from eps_core.backend import attention as shared_attention
 from eps_core.backend import cache as shared_cache
 from eps_core.backend import error_bounds, moves, scoring, selection
@@ -13,11 +14,12 @@ from eps_core.cpu import forks
 from eps_cuda.attention import attend, attend_chunk
 from eps_cuda.cache import Cache, grow, new_cache, span, to_host, wait
 from eps_cuda.device import device_name, devices, from_numpy, to_numpy
-from eps_cuda.kernels.choose import kernel_of, usable_kernels
+from eps_cuda.kernels.choose import usable_kernels
 from eps_cuda.model import load_model
 from eps_cuda.ops import OPS
 
 # what both array libraries share
+kernel_of = partial(shared_kernels.kernel_of, OPS)
 attend_own = partial(shared_attention.attend_own, OPS)
 attend_rows = partial(shared_attention.attend_rows, OPS)
 merge = partial(shared_attention.merge, OPS)

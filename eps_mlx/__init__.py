@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import numpy as np
 
+from eps_core.attention import kernels as shared_kernels
 from eps_core.backend import attention as shared_attention
 from eps_core.backend import cache as shared_cache
 from eps_core.backend import error_bounds, moves, scoring, selection
@@ -13,11 +14,12 @@ from eps_mlx.attention import attend, attend_chunk
 from eps_mlx.cache import Cache, grow, import_units, new_cache, span, to_host
 from eps_mlx.cache import evaluate as wait
 from eps_mlx.device import device_name, devices, from_numpy, to_numpy
-from eps_mlx.kernels.choose import kernel_of, usable_kernels
+from eps_mlx.kernels.choose import usable_kernels
 from eps_mlx.model import load_model
 from eps_mlx.ops import OPS
 
 # what both array libraries share
+kernel_of = partial(shared_kernels.kernel_of, OPS)
 attend_own = partial(shared_attention.attend_own, OPS)
 attend_rows = partial(shared_attention.attend_rows, OPS)
 merge = partial(shared_attention.merge, OPS)

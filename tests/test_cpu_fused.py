@@ -133,10 +133,9 @@ def test_what_it_does_not_take_is_left_to_the_parts(backend, case):
 
 
 def test_codes_that_kernels_do_not_read_are_left_to_the_parts(backend):
-    choose = importlib.import_module(f"{backend.__name__}.kernels.choose")
     case = Case((150,), eps("rq", group_size=2), bits=(8, 8), dtype="bfloat16")
     cache = filled(backend, case).cache
-    kernel, plan = choose.kernel_of(cache, "attend_fused"), StepPlan.of(case.config, np.zeros((1, 5), np.int32), [150])
+    kernel, plan = backend.kernel_of(cache, "attend_fused"), StepPlan.of(case.config, np.zeros((1, 5), np.int32), [150])
     assert kernel.unsupported(cache, 0, None, plan) is None
     odd = replace(cache, spec=replace(cache.spec, k_bits="fp8"))
     assert kernel.unsupported(odd, 0, None, plan) == "K in fp8 and V in 8"

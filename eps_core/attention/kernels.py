@@ -4,6 +4,7 @@ A table names every function of the backend that the family computes, and each e
 support. Kernels change speed only: array operations give the same values, up to float rounding.
 """
 
+import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,24 @@ class KernelTable:
             return kernel
         _name_fallback(self.family, operation, reason)
         return None
+
+
+@cache
+def kernels_of(package: str, kernels: str) -> KernelTable:
+    """Return the table of a family of kernels of a backend's package; an empty one for array operations."""
+    if kernels == "arrays":
+        return KernelTable()
+    # a family's libraries take seconds to import, and its modules import the cache, which imports this one
+    module = "cpu" if kernels == "numba" else "dispatch"
+    found: KernelTable = importlib.import_module(f"{package}.kernels.{module}").KERNELS
+    return found
+
+
+def kernel_of(ops: Any, cache: Any, name: str) -> Kernel | None:
+    """Return the kernel of the backend's function of that name in the place of a cache's array operations, or None.
+    Called, it returns None for what it does not support."""
+    found: Kernel | None = getattr(ops.kernels_of(cache.kernels), name)
+    return found
 
 
 @cache
