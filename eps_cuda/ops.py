@@ -36,6 +36,15 @@ class TorchOps(Ops, library=torch):
     softplus = staticmethod(torch.nn.functional.softplus)
     norms = staticmethod(lambda x: torch.linalg.vector_norm(x, dim=-1))
     softmax = staticmethod(lambda x: torch.softmax(x, dim=-1))
+    running_count = staticmethod(lambda mask: mask.cumsum(dim=-1))
+    log_running = staticmethod(lambda x: torch.logcumsumexp(x, dim=-1))
+    flip = staticmethod(lambda x: x.flip(-1))
+    triangle = staticmethod(lambda matrix: torch.linalg.qr(matrix, mode="r").R)
+    to_fp8 = staticmethod(lambda x: x.to(torch.float8_e4m3fn).view(torch.uint8))
+    from_fp8 = staticmethod(lambda codes: codes.view(torch.float8_e4m3fn).float())
+    host, copy, signbit = staticmethod(to_numpy), staticmethod(torch.clone), staticmethod(torch.signbit)
+    cast, widest = staticmethod(Tensor.to), staticmethod(Tensor.double)
+    is_whole = staticmethod(Tensor.is_contiguous)
     kernels_of = staticmethod(kernels_of)
     dtypes, short, gpu_family, keeps_views = DTYPES, torch.int16, "triton", True
     max, min = _reduced(torch.amax), _reduced(torch.amin)
@@ -52,9 +61,6 @@ class TorchOps(Ops, library=torch):
     def index(self, like: Any, array: np.ndarray) -> Tensor:
         return self.on(like, array.astype(np.int64, copy=False))
 
-    def host(self, array: Tensor) -> np.ndarray:
-        return to_numpy(array)
-
     def native(self, like: Any, array: np.ndarray) -> Tensor:
         if array.dtype == ml_dtypes.bfloat16:
             return self.on(like, array.view(np.int16)).view(torch.bfloat16)
@@ -66,18 +72,6 @@ class TorchOps(Ops, library=torch):
     def full(self, like: Any, shape: Sequence[int], value: bool | int | float) -> Tensor:
         dtype = FULL[type(value)]
         return torch.full(tuple(shape), value, dtype=dtype, device=like.device)
-
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype)
-
-    def copy(self, x: Tensor) -> Tensor:
-        return x.clone()
-
-    def widest(self, x: Tensor) -> Tensor:
-        return x.double()
-
-    def is_whole(self, pool: Tensor) -> bool:
-        return pool.is_contiguous()
 
     def by_token(self, units: Tensor, length: int) -> Tensor:
         """Each head is contiguous in memory."""
@@ -99,12 +93,6 @@ class TorchOps(Ops, library=torch):
     def put_along(self, x: Tensor, index: Tensor, values: Tensor | bool) -> Tensor:
         return x.scatter(-1, index.long(), values)
 
-    def running_count(self, mask: Tensor) -> Tensor:
-        return mask.cumsum(dim=-1)
-
-    def log_running(self, x: Tensor) -> Tensor:
-        return torch.logcumsumexp(x, dim=-1)
-
     def best_first(self, keys: Tensor) -> Tensor:
         return keys.sort(dim=-1, descending=True, stable=True).indices
 
@@ -121,27 +109,12 @@ class TorchOps(Ops, library=torch):
     def pad(self, x: Tensor, after: int, axis: int = -1, value: float = 0) -> Tensor:
         return torch.nn.functional.pad(x, (0, 0) * (-1 - axis) + (0, after), value=value) if after else x
 
-    def flip(self, x: Tensor) -> Tensor:
-        return x.flip(-1)
-
     def eigh(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         try:
             values, vectors = torch.linalg.eigh(matrix)
         except torch.linalg.LinAlgError:  # float32 does not converge on some finite matrices
             values, vectors = (part.float() for part in torch.linalg.eigh(matrix.double()))
         return values, vectors
-
-    def triangle(self, matrix: Tensor) -> Tensor:
-        return torch.linalg.qr(matrix, mode="r").R
-
-    def signbit(self, x: Tensor) -> Tensor:
-        return torch.signbit(x)
-
-    def to_fp8(self, x: Tensor) -> Tensor:
-        return x.to(torch.float8_e4m3fn).view(torch.uint8)
-
-    def from_fp8(self, codes: Tensor) -> Tensor:
-        return codes.view(torch.float8_e4m3fn).float()
 
     def all_dots(self, codes: Tensor, a: Tensor) -> Tensor:
         columns = a.mT

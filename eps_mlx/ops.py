@@ -30,6 +30,14 @@ class MlxOps(Ops, library=mx):
     softplus = staticmethod(lambda x: mx.logaddexp(0.0, x))
     norms = staticmethod(lambda x: mx.sqrt((x * x).sum(axis=-1)))
     softmax = staticmethod(lambda x: mx.softmax(x, axis=-1))
+    running_count = staticmethod(lambda mask: mx.cumsum(mask.astype(mx.int32), axis=-1))
+    take_along = staticmethod(lambda x, index: mx.take_along_axis(x, index, axis=-1))
+    flip = staticmethod(lambda x: x[..., ::-1])
+    triangle = staticmethod(lambda matrix: mx.linalg.qr(matrix, stream=mx.cpu)[1])
+    signbit = staticmethod(lambda x: (x.view(mx.uint32) >> 31).astype(mx.int32))
+    cast = staticmethod(mx.array.astype)
+    copy = staticmethod(lambda x: x)  # no write changes an array that somebody holds
+    widest, is_whole = staticmethod(lambda x: x), staticmethod(lambda pool: True)
     kernels_of = staticmethod(kernels_of)
     dtypes, short, gpu_family = DTYPES, mx.uint16, "metal"
     keeps_views = False  # the next write would copy the whole pool
@@ -65,18 +73,6 @@ class MlxOps(Ops, library=mx):
     def full(self, like: Any, shape: Sequence[int], value: bool | int | float) -> mx.array:
         return mx.full(shape, value, FULL[type(value)])
 
-    def cast(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
-        return x.astype(dtype)
-
-    def copy(self, x: mx.array) -> mx.array:
-        return x  # no write changes an array that somebody holds
-
-    def widest(self, x: mx.array) -> mx.array:
-        return x
-
-    def is_whole(self, pool: mx.array) -> bool:
-        return True
-
     def by_token(self, units: mx.array, length: int) -> mx.array:
         rows = units.swapaxes(1, 2)
         return mx.contiguous(rows.reshape(-1, *rows.shape[2:])[:length])
@@ -87,14 +83,8 @@ class MlxOps(Ops, library=mx):
     def gather_rows(self, array: mx.array, rows: mx.array) -> mx.array:
         return mx.take(array, rows, axis=0)
 
-    def take_along(self, x: mx.array, index: mx.array) -> mx.array:
-        return mx.take_along_axis(x, index, axis=-1)
-
     def put_along(self, x: mx.array, index: mx.array, values: mx.array | bool) -> mx.array:
         return mx.put_along_axis(x, index, mx.array(values) if isinstance(values, bool) else values, axis=-1)
-
-    def running_count(self, mask: mx.array) -> mx.array:
-        return mx.cumsum(mask.astype(mx.int32), axis=-1)
 
     def log_running(self, x: mx.array) -> mx.array:
         """In runs: the library's scan of 64k values in a row is off by a hundred times the margin of bounds on a
@@ -133,18 +123,9 @@ class MlxOps(Ops, library=mx):
         widths[axis] = (0, after)
         return mx.pad(x, widths, constant_values=value) if after else x
 
-    def flip(self, x: mx.array) -> mx.array:
-        return x[..., ::-1]
-
     def eigh(self, matrix: mx.array) -> tuple[mx.array, mx.array]:
         values, vectors = mx.linalg.eigh(matrix, stream=mx.cpu)  # exists on the CPU only
         return values, vectors
-
-    def triangle(self, matrix: mx.array) -> mx.array:
-        return mx.linalg.qr(matrix, stream=mx.cpu)[1]
-
-    def signbit(self, x: mx.array) -> mx.array:
-        return (x.view(mx.uint32) >> 31).astype(mx.int32)
 
     def to_fp8(self, x: mx.array) -> mx.array:
         """By integers: MLX has `to_fp8` from 0.30 on only. From an exponent of -6 on, eight codes have one step."""

@@ -77,7 +77,7 @@ class Ops:
     keeps_views: bool  # whether a view of a pool may be kept while the pool is written
     gpu_family: str  # the GPU kernels, which read a cache's `valid`
 
-    # methods, `like` an array or a cache, which says where something is made
+    # `like`: an array or a cache, which says where something is made
     place: Callable[..., AbstractContextManager[Any]]  # (cache=None): where its arrays, or those at hand, are computed
     on: Callable[[Any, np.ndarray], Array]  # (like, array): a host array there
     index: Callable[[Any, np.ndarray], Array]  # (like, array): host integers there, in the dtype that indices have
