@@ -52,8 +52,8 @@ class KernelTable:
     attend_prefill: Kernel | None = None  # a chunk of a prompt, from the pool; `attend_chunk` serves where it does not
     # a layer's attention made ready once, as whole steps repeat it: a function that computes it again
     ready_layer: Kernel | None = None
-    # groups and counts of a mask of array operations
-    listing: Callable[[Array, int], tuple[Array, Array]] | None = None
+    # groups [B, Hkv, width] and counts [B, Hkv] of a mask [B, Hkv, G] of array operations: (selected_mask, width=)
+    listing: Callable[..., tuple[Array, Array]] | None = None
     settle: Callable[[], None] | None = None  # waits until no kernel reads a pool that is about to be written
 
     def serving(self, operation: str, *arguments: Any, **named: Any) -> Kernel | None:

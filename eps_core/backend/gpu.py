@@ -70,10 +70,6 @@ class GpuKernels:
             min_context=selection_config.min_context, width=width, **more,
         )  # fmt: skip
 
-    def listing(self, selected_mask: Array, width: int) -> tuple[Array, Array]:
-        """(groups [B, Hkv, width], counts [B, Hkv]) of a mask [B, Hkv, G] that array operations made."""
-        return type(self).compact(selected_mask, width=width)
-
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
         listed, counts = (None, None) if selection is None else (selection.groups, selection.counts)
         with self.ops.place(cache):
@@ -101,7 +97,7 @@ class GpuKernels:
             select=Kernel(self.select, unsupported_choice),
             attend=Kernel(self.attend, unread_codes),
             attend_rows=Kernel(self.attend_rows, unread_codes),
-            listing=self.listing,
+            listing=type(self).compact,
         )
 
 

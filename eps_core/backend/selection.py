@@ -84,7 +84,7 @@ def select(ops: Ops, scores: Scores, plan: StepPlan, layer: int = 0) -> Selectio
         width = selected_mask.shape[-1] if common_counts is None else max(int(common_counts.max()), 1)
         listing = ops.kernels_of(scores.kernels).listing
         if listing is not None:
-            listed, counts = listing(selected_mask, width)
+            listed, counts = listing(selected_mask, width=width)
             return Selection(listed, counts, common_counts, num_always_selected, counts_before_union, selected_mask)
         listed, counts = ascending(ops, selected_mask, width), ops.int32(selected_mask.sum(axis=-1))
         return Selection(listed, counts, common_counts, num_always_selected, counts_before_union)
