@@ -167,7 +167,8 @@ def evicted(
         session, cache, pools, documents, config.selection_config if config.cache_config.enabled else None,
         decoder=decoder, written=sequences, keep_logits=True, **more,
     )  # fmt: skip
-    pools.check()
+    for pool in pools.pools:
+        pool.check()
     return outcome.records, cache, pools, sequences
 
 
@@ -340,7 +341,8 @@ def test_a_fork_goes_its_own_way(target, model: Path, keep: EvictionConfig) -> N
     both, cache = decode(
         session, cache, pools, documents, None, decoder=decoder, written=[first, second], keep_logits=True
     )
-    pools.check()
+    for pool in pools.pools:
+        pool.check()
     for index, forced in enumerate(FORCED):
         alone, others, its_pools = evicting(session, keep, EpsConfig().cache_config, *shape)
         one, others = prefilled(session, alone, others, keep, prompt)

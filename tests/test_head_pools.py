@@ -17,7 +17,8 @@ class Shadow:
         self.rows: dict[HeadSequence, list[list[list[int]]]] = {}
 
     def check(self) -> None:
-        self.pools.check()
+        for pool in self.pools.pools:
+            pool.check()
         for sequence, layers in self.rows.items():
             for layer, heads in enumerate(layers):
                 for head, rows in enumerate(heads):
@@ -132,4 +133,5 @@ def test_a_full_pool_says_so_and_changes_nothing() -> None:
     with pytest.raises(ConfigError, match="layer 0 of a sequence of 4 tokens needs 2 more units of 4 tokens, 1 of"):
         pools.append(one, [0])
     assert [pool.num_free for pool in pools.pools] == before and one.length == 4
-    pools.check()
+    for pool in pools.pools:
+        pool.check()

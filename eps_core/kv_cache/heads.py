@@ -190,11 +190,6 @@ class HeadPools:
         """Tokens that each sequence has had [B] int64, evicted ones counted: what positions follow."""
         return np.array([sequence.length for sequence in sequences], np.int64)
 
-    def check(self) -> None:
-        """`PagePool.check` of every layer."""
-        for pool in self.pools:
-            pool.check()
-
 
 def new_order(keep: np.ndarray, how: Compaction) -> np.ndarray:
     """Which row each place takes, of rows `keep` [n] (ascending): [n] int64. `repack` keeps the order of the tokens;
