@@ -13,7 +13,7 @@ import gc
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -226,6 +226,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     import tiny_models  # transformers with it, which most runs of a few tests do not need
 
     return tiny_models.save_model(getattr(request.module, "MODEL", "mistral"), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_buckets() -> Iterator[None]:
+    """Triton's interpreter pays for padding."""
+    from eps_cuda import graph
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "BUCKET_TOKENS", graph.BUCKET_TOKENS if torch.cuda.is_available() else 512)
+        yield
 
 
 @pytest.fixture

@@ -56,12 +56,6 @@ class Recording(TorchDispatchMode):
         return out
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch) -> None:
-    """The interpreter pays for padding."""
-    monkeypatch.setattr(graph, "BUCKET_TOKENS", 512)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("step"))
