@@ -9,8 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_type_hints
 
 import click
 from shared import markdown_table
@@ -24,9 +22,6 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import AS_THEY_ARE, FORMATS
 from eps_core.eviction.table import POLICIES
 from eps_core.integrations.versions import TESTED, tested
-from eps_core.metrics import keys
-from eps_core.metrics.rounds import RoundRecord
-from eps_core.metrics.steps import StepRecord
 from eps_core.models.registry import FAMILIES
 from eps_core.summaries import norm, table
 from eps_core.summaries.base import Field
@@ -182,37 +177,6 @@ def formats() -> str:
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- metrics
-
-
-def keys_of(described: Mapping[str, keys.Key], record: type | None = None) -> str:
-    types = {} if record is None else {name: type_name(kind) for name, kind in get_type_hints(record).items()}
-    rows = [
-        (f"`{name}`", types.get(name) or key.type, key.unit or "-", key.kind, key.meaning)
-        for name, key in described.items()
-    ]
-    return markdown_table(("key", "type", "unit", "kind", "meaning"), rows)
-
-
-def type_name(kind: Any) -> str:
-    """Return a type hint as JSON calls it; that a value may be null is said for all keys together."""
-    if isinstance(kind, UnionType):
-        return type_name(get_args(kind)[0])
-    inner = get_args(kind)
-    name = {"str": "text", "dict": "object", "ndarray": "list"}.get(kind.__name__, kind.__name__)
-    return f"list of {inner[0].__name__}" if name == "list" and inner else name
-
-
-def rounds() -> dict[str, keys.Key]:
-    """Return the keys of a round, in the order in which they are written."""
-    described = keys.STEP | keys.ROUND
-    return {name: described[name] for name in get_type_hints(RoundRecord) if name in described}
-
-
-def kinds() -> str:
-    return markdown_table(("kind", "meaning"), keys.KINDS.items())
-
-
 # --------------------------------------------------------------------------------------------------------------- models
 
 
@@ -258,12 +222,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "a method": shortest_method,
     "policies": policies,
     "formats": formats,
-    "kinds": kinds,
-    "run keys": lambda: keys_of(keys.RUN),
-    "step keys": lambda: keys_of(keys.STEP, StepRecord),
-    "round keys": lambda: keys_of(rounds(), RoundRecord),
-    "summary keys": lambda: keys_of(keys.SUMMARY),
-    "compared keys": lambda: keys_of(keys.COMPARED),
     "families": families,
     "engine versions": engine_versions,
     "scripts": scripts,

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import click
 import pytest
@@ -22,10 +24,9 @@ from eps_core.config.bytes import kv_bytes, scoring_bytes
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.load import ENGINES
-from eps_core.metrics import keys
 from eps_core.metrics.provenance import run_line
-from eps_core.metrics.rounds import ROUND_KEYS, summarise_rounds
-from eps_core.metrics.steps import STEP_KEYS, summarise
+from eps_core.metrics.rounds import ROUND_KEYS, RoundRecord, summarise_rounds
+from eps_core.metrics.steps import STEP_KEYS, StepRecord, summarise
 from experiments.engine_blocks.run import LINES, readme_blocks
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,7 @@ README = ROOT / "README.md"
 RESULTS = [ROOT / "results" / name for name in ("README.md", "LEADERBOARD.md", "real.md", "speed.md")]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 QUICKSTART, ENGINES_PAGE = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "add-an-engine.md"
+METRICS = ROOT / "docs" / "metrics.md"
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
@@ -101,7 +103,8 @@ def test_every_flag_exists(page: Path) -> None:
 def test_every_page_is_listed_and_short() -> None:
     listed = {target for target, _ in LINK.findall((ROOT / "docs" / "README.md").read_text())}
     for page in DOCS:
-        own = written(page).splitlines()
+        # the keys of the JSONL are as many as there are
+        own = [line for line in written(page).splitlines() if page != METRICS or not line.startswith("| `")]
         assert page.name == "README.md" or page.name in listed, page.name
         assert len(own) <= 130, f"{page.name} has {len(own)} lines"
 
@@ -115,17 +118,36 @@ def test_every_generated_part_has_a_place() -> None:
     assert sorted(name for page in DOCS for _, name, *_ in docs.PART.findall(page.read_text())) == sorted(docs.PARTS)
 
 
+def described(heading: str) -> dict[str, list[str]]:
+    """Return (type, unit, kind, meaning) of each key in the tables below a heading of metrics.md."""
+    text = re.split(r"^## (.*)$", METRICS.read_text(), flags=re.M)
+    rows = [line.strip("| ").split(" | ") for line in text[text.index(heading) + 1].splitlines() if line[:3] == "| `"]
+    found = {name.strip("`"): cells for name, *cells in rows}
+    assert len(found) == len(rows) and all(len(cells) == 4 and all(cells) for cells in found.values())
+    return found
+
+
+def type_name(kind: Any) -> str:
+    """Return a type hint as JSON calls it; that a value may be null is said for all keys together."""
+    if isinstance(kind, UnionType):
+        return type_name(get_args(kind)[0])
+    inner = get_args(kind)
+    name = {"str": "text", "dict": "object", "ndarray": "list"}.get(kind.__name__, kind.__name__)
+    return f"list of {inner[0].__name__}" if name == "list" and inner else name
+
+
 def test_every_key_of_the_jsonl_is_described() -> None:
-    described = keys.STEP | keys.ROUND
-    assert set(keys.STEP) == {*STEP_KEYS}
-    assert set(keys.ROUND) <= {*ROUND_KEYS} <= set(described)
-    assert all(described[name].kind in keys.KINDS for name in described)
-    summed = set(described)
-    for summary in (summarise([]), summarise_rounds([])):
-        assert set(summary) <= set(keys.SUMMARY) | summed
-    assert set(keys.SUMMARY) <= set(summarise_rounds([]))
+    run, steps, rounds, summary, added = map(described, ("Run", "Steps", "Rounds", "Summary", "Comparison"))
+    for keys, record, names in ((steps, StepRecord, STEP_KEYS), (rounds, RoundRecord, ROUND_KEYS)):
+        hints = get_type_hints(record)
+        assert [(name, cells[0]) for name, cells in keys.items()] == [(name, type_name(hints[name])) for name in names]
+    kinds = set(re.findall(r"^\| (\w+) \|", METRICS.read_text().partition("\n## ")[0], re.M)) - {"kind"}
+    assert kinds == {cells[2] for keys in (run, steps, rounds, summary, added) for cells in keys.values()}
+    for made in (summarise([]), summarise_rounds([])):
+        assert set(made) <= {*summary, *steps, *rounds}
+    assert set(summary) <= set(summarise_rounds([]))
     line = run_line(EpsConfig(), CacheSpec(1, 1, 8, 1), "numpy", "cpu", "demo", {})
-    assert set(line) <= set(keys.RUN)
+    assert set(line) <= set(run)
 
 
 def test_the_figure_says_the_bytes_of_the_default() -> None:

@@ -17,7 +17,7 @@ from eps_core.metrics.steps import WARM_UP_STEPS, kl_divergence, log_softmax, pe
 @dataclass
 class RoundRecord:
     """One round of the sequences still running. Sequence `sequences[i]` says `tokens[i]`, in order: several of each.
-    A round without drafts is a dense step. `keys.ROUND` and `keys.STEP` have the meaning of every field."""
+    A round without drafts is a dense step. docs/metrics.md has the meaning of every field."""
 
     step: int
     sequences: list[int]

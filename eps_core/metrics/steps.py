@@ -70,7 +70,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 class StepRecord:
     """One decode step of the sequences still running. `tokens[i]` is what sequence `sequences[i]` says next, and
     `lengths[i]` the tokens that the step attended for it; further ones are of sequences that had ended already, which
-    an engine that computes ahead attends once more. `keys.STEP` has the meaning of every field."""
+    an engine that computes ahead attends once more. docs/metrics.md has the meaning of every field."""
 
     step: int
     sequences: list[int]
