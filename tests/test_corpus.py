@@ -8,15 +8,16 @@ import pytest
 
 from eps_core.errors import ConfigError
 from eps_core.tasks import corpus
+from experiments.methods import texts
 
 
 def test_the_shipped_text_is_ascii_and_has_the_hash_that_identifies_it() -> None:
     text = corpus.corpus()
     assert len(text) == 1_127_047 and text.isascii()
     assert hashlib.sha256(text).hexdigest() == corpus.SHA256
-    said = corpus.prose()
-    assert len(said) == 466_077 and said.isascii() and hashlib.sha256(said).hexdigest() == corpus.PROSE_SHA256
-    assert corpus.haystack("chat").startswith(b"User: Explain assert in Python.\n\nAssistant: The ")
+    said = texts.prose()
+    assert len(said) == 466_077 and said.isascii() and hashlib.sha256(said).hexdigest() == texts.PROSE_SHA256
+    assert texts.haystack("chat").startswith(b"User: Explain assert in Python.\n\nAssistant: The ")
 
 
 @pytest.mark.parametrize(

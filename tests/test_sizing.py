@@ -16,13 +16,14 @@ from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Outcome
 from eps_core.models.chat import has_template, in_chat
 from eps_core.models.tokenizer import encode, load_tokenizer
-from eps_core.tasks.corpus import KINDS, conversation, corpus, haystack, num_topics, prose
+from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS
-from eps_core.tasks.questions import generated_questions, needle_tokens, text_window
+from eps_core.tasks.questions import generated_questions, text_window
 from eps_core.tasks.ruler import TASKS
 from eps_core.tasks.sizing import bytes_per_token, fit
 from experiments.grid.grid_cell import Bench, Plan
 from experiments.methods.curves import Documents, needle, says, text_document
+from experiments.methods.texts import KINDS, conversation, exact, haystack, needle_tokens, num_topics, prose
 from tests.tiny_models import save_tokenizer
 
 NAMES = ("bytes", "bpe", "sentencepiece")
@@ -159,7 +160,7 @@ def test_what_cannot_be_exact_is_refused_in_one_line() -> None:
 
     with pytest.raises(ConfigError, match="of exactly 901 tokens"):
         needle_tokens(corpus(), 901, pairs, 0, 0.5, 0)
-    assert fit(lambda size: size, lambda made: (made, 5), 100) == 5
+    assert exact(lambda size: size, lambda made: (made, 5), 100) == 5
     assert fit(lambda size: size, lambda made: (2 * made, 5), 100, slack=2) == 2
 
 

@@ -9,13 +9,12 @@ import numpy as np
 from eps_core.errors import ConfigError
 from eps_core.io.inputs import text_bytes
 from eps_core.tasks.benchmarks import NO_CHAT
-from eps_core.tasks.needle import Sample, filler, needle_document
+from eps_core.tasks.needle import Sample, filler
 from eps_core.tasks.ruler import DEPTHS, make_sample
 from eps_core.tasks.sizing import Encode, bytes_per_token, fit
 
 # beyond the answer's own tokens: a leading space or line end, and the words between several answers
 ANSWER_SLACK_TOKENS = 8
-_WINDOWS = 12  # of text, tried for a needle document of exactly so many tokens: few letters add two at once
 Ask = Callable[[str, str], list[int]]  # prompt, the end of it that begins the answer -> tokens
 
 
@@ -60,29 +59,6 @@ def generated_questions(
         make = partial(make_sample, task, text, seed=seed + index, depth=DEPTHS[index % len(DEPTHS)])
         questions.append(fit_question(make, encode, context_tokens, size, ask))
     return questions
-
-
-def needle_tokens(
-    text: bytes, num_tokens: int, encode: Encode, seed: int, depth: float, num_distractors: int, ask: Ask | None = None
-) -> tuple[list[int], str]:
-    """(tokens of a needle document, exactly `num_tokens` of them; its answer). `ask`: as in `fit_question`."""
-    size = int((num_tokens - len(encode(""))) * bytes_per_token(text, encode))
-    reach = 0  # then, where a first guess is not what was asked, so that all sizes are of one window
-
-    def made(num_bytes: int) -> tuple[list[int], str]:
-        one = needle_document(text, num_bytes, seed, depth, num_distractors, reach)
-        return encode(one.prompt) if ask is None else ask(one.prompt, one.lead), one.answer
-
-    found: tuple[list[int], str] | None = made(size)
-    if found is not None and len(found[0]) != num_tokens:
-        for window in range(_WINDOWS):
-            reach = min(size + size // 2 + window * 997, len(text) - 400 - window)
-            found = fit(made, lambda one: (len(one[0]), num_tokens), size)
-            if found is not None:
-                break
-    if found is None:
-        raise ConfigError(f"no needle document of exactly {num_tokens} tokens was found: ask for another context")
-    return found
 
 
 def benchmark_question(sample: Sample, encode: Encode, max_context: int, ask: Ask | None = None) -> Question:

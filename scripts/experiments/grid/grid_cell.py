@@ -27,9 +27,10 @@ from eps_core.evaluation.runner import Document, Outcome, run_batch
 from eps_core.metrics.steps import StepRecord, percentile, steady, summarise, untimed
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS
-from eps_core.tasks.questions import needle_tokens, text_window
+from eps_core.tasks.questions import text_window
 from experiments.grid.grid_settings import Setting
 from experiments.grid.grid_verified import Measured, decode_both, needle_numbers
+from experiments.methods.texts import needle_tokens
 
 MAX_MASS_PAIRS = 200  # (bounded, true) pairs that one cell keeps for the report's scatter
 # of the summary of all steps, as it is

@@ -25,9 +25,9 @@ from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
 from eps_core.models.chat import has_template, in_chat, render_messages
 from eps_core.reference.selection import sink_and_recent
 from eps_core.summaries.table import method_spec
-from eps_core.tasks.corpus import conversation, haystack, num_topics, plain_chat
 from eps_core.tasks.needle import VALUE_DIGITS
-from eps_core.tasks.questions import needle_tokens, text_window
+from eps_core.tasks.questions import text_window
+from experiments.methods.texts import conversation, haystack, needle_tokens, num_topics, plain_chat
 
 Key = tuple[int, float]  # index of a variant, byte budget
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
@@ -148,7 +148,7 @@ class Documents:
     num_texts: int = 6
     text_steps: int = 64
     seed: int = 0
-    text: str = "code"  # kind of it: see `tasks.corpus.KINDS`
+    text: str = "code"  # kind of it: see `texts.KINDS`
     chat: bool = False  # needles are asked in the model's chat template
 
     def documents(self) -> list[tuple[str, int]]:
@@ -232,7 +232,7 @@ def _text(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], b
 def text_document(
     session: Session, context_tokens: int, steps: int, seed: int, index: int, text: str = "code"
 ) -> Document:
-    """Window `index` of text of a kind (see `tasks.corpus.KINDS`), to be decoded along its last `steps` tokens; of chat
+    """Window `index` of text of a kind (see `texts.KINDS`), to be decoded along its last `steps` tokens; of chat
     the start of a conversation, in the model's chat template where it has one."""
     rng, num_tokens = np.random.default_rng([seed, 1, index]), context_tokens + steps
     if text != "chat":

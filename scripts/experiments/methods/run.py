@@ -34,8 +34,8 @@ from eps_core.metrics.provenance import provenance
 from eps_core.metrics.terminal import Progress, duration
 from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.models.hub import resolve_model
-from eps_core.tasks.corpus import KINDS
 from experiments.methods import curves
+from experiments.methods.texts import KINDS
 
 
 @cache
