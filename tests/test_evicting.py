@@ -327,33 +327,6 @@ def test_what_a_policy_reads_for_its_statistics_is_counted(model: Path) -> None:
         assert a.bytes_kv_read_est == a.pages_visited * cache.cache_config.S * cache.spec.kv_token_bytes
 
 
-@pytest.mark.parametrize(
-    "keep", [EvictionConfig("h2o", 0.5, 3, **RULE), EvictionConfig("rswa", 6.0, 3, **RULE)], ids=["h2o", "rswa"]
-)
-def test_a_fork_goes_its_own_way(target, model: Path, keep: EvictionConfig) -> None:
-    """Two continuations of one prompt, one forked from the other, say what each says alone."""
-    session = opened(target, model)
-    prompt, shape = prompts()[0], ([len(prompts()[0])] * 3, 14)
-    decoder, cache, pools = evicting(session, keep, EpsConfig().cache_config, *shape)
-    first, cache = prefilled(session, decoder, cache, keep, prompt)
-    second, cache = decoder.fork(cache, first)
-    documents = [Document(prompt, 13, forced) for forced in FORCED]
-    both, cache = decode(
-        session, cache, pools, documents, None, decoder=decoder, written=[first, second], keep_logits=True
-    )
-    for pool in pools.pools:
-        pool.check()
-    for index, forced in enumerate(FORCED):
-        alone, others, its_pools = evicting(session, keep, EpsConfig().cache_config, *shape)
-        one, others = prefilled(session, alone, others, keep, prompt)
-        want, _ = decode(
-            session, others, its_pools, [Document(prompt, 13, forced)], None, decoder=alone, written=[one],
-            keep_logits=True,
-        )  # fmt: skip
-        for a, b in zip(both.records, want.records, strict=True):
-            np.testing.assert_allclose(a.logits[index], b.logits[0], rtol=0, atol=1e-3)
-
-
 def test_a_policy_of_the_future_is_refused_where_nobody_knows_it(model: Path) -> None:
     session, keep = Session.open(model, "numpy"), EvictionConfig("oracle", 0.5)
     decoder, cache, _ = evicting(session, keep, EpsConfig().cache_config, [10], 1)

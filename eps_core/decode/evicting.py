@@ -102,18 +102,6 @@ class EvictingDecoder(Decoder):
             raise
         return sequence, cache
 
-    def fork(self, cache: Any, sequence: HeadSequence) -> tuple[HeadSequence, Any]:
-        """(a second sequence with the same rows, cache): full pages are shared until one of the two evicts."""
-        child, copies = self.pools.fork(sequence)
-        size = self.pools.unit_tokens
-        for layer, units in enumerate(copies):
-            for src, dst, rows in units:
-                cache = self.backend.move_kv(cache, layer, src * size + np.arange(rows), dst * size + np.arange(rows))
-        if sequence in self._observed:
-            observed = self._observed[sequence]
-            self._observed[child], self._budgets[child] = observed.of(observed.policy_spec), self._budgets[sequence]
-        return child, cache
-
     def spec_of(self, cache: Any) -> CacheSpec:
         """See `Decoder.spec_of`: a cache that evicts has its kv heads one by one."""
         return replace(cache.spec, num_kv_heads=self.spec.num_kv_heads)

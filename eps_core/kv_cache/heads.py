@@ -74,7 +74,7 @@ class Compacted:
 
 class HeadPools:
     """A `PagePool` a layer, of which every kv head of a sequence takes a sequence. Has what the decode loop asks of a
-    `PagePool`. Nothing is found again by its tokens: forks alone share pages."""
+    `PagePool`. Nothing is found again by its tokens, and no two sequences share a page."""
 
     def __init__(self, num_layers: int, num_kv_heads: int, num_units: int, unit_tokens: int) -> None:
         self.num_kv_heads, self.unit_tokens = num_kv_heads, unit_tokens
@@ -86,17 +86,15 @@ class HeadPools:
         return HeadSequence(0, heads, [[np.zeros(0, np.int64) for _ in layer] for layer in heads])
 
     def append(self, sequence: HeadSequence, tokens: Items[int]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Slots [N, L, H] int64 of tokens that every head takes, and no copies: an open page that a fork shares is
-        copied by `fork` already, as its layers have different units. Raises ConfigError where a layer's free units do
-        not suffice, and changes nothing."""
+        """Slots [N, L, H] int64 of tokens that every head takes, and no copies, as no page is shared. Raises
+        ConfigError where a layer's free units do not suffice, and changes nothing."""
         count = len(tokens)
         self.require(sequence, [[count] * self.num_kv_heads for _ in self.pools])
         new = np.arange(sequence.length, sequence.length + count)
         slots = np.empty((count, len(self.pools), self.num_kv_heads), np.int64)
         for layer, pool in enumerate(self.pools):
             for head, one in enumerate(sequence.heads[layer]):
-                slots[:, layer, head], copies = pool.append(one, [0] * count)
-                assert not copies, "a fork's open unit is its own"
+                slots[:, layer, head], _ = pool.append(one, [0] * count)
                 sequence.positions[layer][head] = np.append(sequence.positions[layer][head], new)
         sequence.length += count
         return slots, []
@@ -125,48 +123,23 @@ class HeadPools:
         self, sequence: HeadSequence, layer: int, head: int, keep: np.ndarray, how: Compaction = "repack"
     ) -> Compacted:
         """Lets go of all rows of a head but `keep` [n] (ascending) and gives whole units back. The caller carries the
-        result out at once. Units that a fork shares are left to it: what would be written
-        over goes to a unit of its own. Raises ConfigError, and changes nothing, where none is free for that."""
+        result out at once."""
         one, pool, size = sequence.heads[layer][head], self.pools[layer], self.unit_tokens
         keep = np.asarray(keep, np.int64)
         assert len(keep) and (np.diff(keep) > 0).all() and keep[0] >= 0 and keep[-1] < one.length, "rows to keep"
         order = new_order(keep, how)
         moved = np.flatnonzero(order != np.arange(len(order)))
-        places = set((moved // size).tolist())
-        last, cut = divmod(len(order), size)
-        if cut and pool.ref_counts[one.table[last]] > 1:
-            places.add(last)  # the next token is written there
-        before = np.array(one.table, np.int64)
-        pool.own(one, places)  # each is written whole: what forks share need not be copied
+        table = np.array(one.table, np.int64)
         pool.truncate(one, len(keep))
         sequence.positions[layer][head] = sequence.positions[layer][head][order]
         written = np.arange(len(order))
-        written = written[np.isin(written // size, sorted(places))]
-        sources = self._slots(before, order[written])
-        slots = self._slots(np.array(one.table, np.int64), written)
-        return Compacted(order, written, sources, slots, len(moved), len(before) - len(one.table))
+        written = written[np.isin(written // size, moved // size)]
+        sources, slots = self._slots(table, order[written]), self._slots(table, written)
+        return Compacted(order, written, sources, slots, len(moved), len(table) - len(one.table))
 
     def _slots(self, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Slots [N] of rows [N] of a head with this table [M]."""
         return table[rows // self.unit_tokens] * self.unit_tokens + rows % self.unit_tokens
-
-    def fork(self, sequence: HeadSequence) -> tuple[HeadSequence, list[list[tuple[int, int, int]]]]:
-        """A second sequence with the same rows: (it, of each layer the unit copies [(src, dst, rows)]). Full units are
-        shared; the open ones are copied, by the caller, before anything is written. Raises ConfigError, and changes
-        nothing, where a layer has no room for these."""
-        for index, (pool, layer) in enumerate(zip(self.pools, sequence.heads, strict=True)):
-            open_units = sum(one.length % self.unit_tokens > 0 for one in layer)
-            pool.require(open_units, f"layer {index} of a fork of {sequence.length} tokens")
-        child = HeadSequence(sequence.length, [], [list(layer) for layer in sequence.positions])
-        copies: list[list[tuple[int, int, int]]] = []
-        for pool, layer in zip(self.pools, sequence.heads, strict=True):
-            child.heads.append([pool.fork(one) for one in layer])
-            copies.append([])
-            for one in child.heads[-1]:
-                rows = one.length % self.unit_tokens
-                if rows:
-                    copies[-1] += [(src, dst, rows) for src, dst in pool.own(one, [len(one.table) - 1])]
-        return child, copies
 
     def free(self, sequence: HeadSequence) -> None:
         for pool, layer in zip(self.pools, sequence.heads, strict=True):

@@ -52,8 +52,7 @@ class PagePool:
     """
 
     def __init__(self, num_units: int, unit_tokens: int, shares: bool = True) -> None:
-        """With `shares` False nothing is found again by its tokens, which then need not be the real ones: forks alone
-        share units."""
+        """With `shares` False nothing is found again by its tokens, which then need not be the real ones."""
         if num_units < 1 or unit_tokens < 1:
             raise ValueError(f"a pool of {num_units} units of {unit_tokens} tokens: both must be at least 1")
         self.num_units = num_units
@@ -201,25 +200,6 @@ class PagePool:
         for unit in reversed(sequence.table[kept:]):
             self._drop(unit)
         del sequence.table[kept:], sequence.tokens[length:], sequence.hashes[length // self.unit_tokens :]
-
-    def own(self, sequence: Sequence, places: Iterable[int]) -> list[tuple[int, int]]:
-        """Makes the units at these `places` of a sequence's table its own, to be written over whole or in part: copies
-        [(src, dst)] of those that forks hold, too, which keep theirs. What was written there before is no longer found.
-        Raises ConfigError and changes nothing where the free units do not suffice."""
-        self._check_held(sequence, "own of")
-        found = sorted(set(places))
-        shared = [place for place in found if self.ref_counts[sequence.table[place]] > 1]
-        self.require(len(shared), f"a sequence of {sequence.length} tokens that forks share")
-        copies = []
-        for place, unit in zip(shared, self._allocate(len(shared)), strict=True):
-            copies.append((sequence.table[place], unit))
-            self._drop(sequence.table[place])
-            sequence.table[place] = unit
-        for place in found:
-            self._forget(sequence.table[place])
-        if found:
-            del sequence.hashes[found[0] :]
-        return copies
 
     def grow(self, num_units: int) -> None:
         """Makes room for `num_units` in all; the caller's cache must have them."""
