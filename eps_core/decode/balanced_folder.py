@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from eps_core.decode.balance import key_factors
 from eps_core.decode.session import Session
 from eps_core.errors import require
-from eps_core.io import tensors
 from eps_core.models.folder import weight_files
 from eps_core.models.weights import opened_weights, weight_names
 
@@ -45,11 +45,7 @@ def write_balanced(session: Session, out: Path) -> int:
                 for first, rows in factors[tensor]:
                     part = arrays[tensor][first : first + len(rows)]
                     part *= rows.astype(part.dtype).reshape(-1, *[1] * (part.ndim - 1))
-            layout = {tensor: (list(array.shape), array.dtype.name) for tensor, array in arrays.items()}
-            with open(made / name, "wb") as file:
-                file.write(tensors.header(metadata or {}, layout)[0])
-                for array in arrays.values():
-                    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            save_file(arrays, made / name, metadata)
         made.rename(out)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
