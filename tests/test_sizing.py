@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Outcome
-from eps_core.models.chat import has_template, in_chat
+from eps_core.models.chat import in_chat
 from eps_core.models.tokenizer import encode, load_tokenizer
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS
@@ -23,7 +23,16 @@ from eps_core.tasks.ruler import TASKS
 from eps_core.tasks.sizing import bytes_per_token, fit
 from experiments.grid.grid_cell import Bench, Plan
 from experiments.methods.curves import Documents, needle, says, text_document
-from experiments.methods.texts import KINDS, conversation, exact, haystack, needle_tokens, num_topics, prose
+from experiments.methods.texts import (
+    KINDS,
+    conversation,
+    exact,
+    has_template,
+    haystack,
+    needle_tokens,
+    num_topics,
+    prose,
+)
 from tests.tiny_models import save_tokenizer
 
 NAMES = ("bytes", "bpe", "sentencepiece")

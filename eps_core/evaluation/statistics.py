@@ -4,8 +4,7 @@ Methods are compared on the same documents, so every test here is paired. Plain 
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -84,17 +83,3 @@ def wilson_interval(successes: int, total: int) -> tuple[float, float] | None:
     half = z / scale * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     # exactly 0 and 1 at the ends, where rounding would leave 1e-17
     return (0.0 if successes == 0 else centre - half), (1.0 if successes == total else centre + half)
-
-
-def bytes_at_kl(curve: Iterable[tuple[float | None, float | None]], kl: float = 0.01) -> tuple[float | None, str]:
-    """(share of the dense bytes at which a curve of (bytes, KL) crosses `kl`, how it is known): by log-log
-    interpolation between the first neighbouring points of rising bytes that enclose it, "measured"; "<" or ">" with
-    the bytes of the curve's end where it lies wholly below or above; (None, "-") for no points."""
-    points = sorted((ratio, found) for ratio, found in curve if ratio is not None and found is not None)
-    if not points:
-        return None, "-"
-    for (bytes0, kl0), (bytes1, kl1) in pairwise(points):
-        if kl0 > kl >= kl1:
-            weight = math.log(kl0 / kl) / math.log(kl0 / max(kl1, 1e-12))
-            return bytes0 * (bytes1 / bytes0) ** weight, "measured"
-    return (points[0][0], "<") if points[0][1] <= kl else (points[-1][0], ">")

@@ -56,13 +56,6 @@ def in_chat(path: Path, encode: Callable[..., list[int]]) -> Callable[[str, str]
     )
 
 
-def has_template(path: Path) -> bool:
-    """Return whether the model in `path` brings a chat template."""
-    return any(os.path.lexists(path / name) for name in ("chat_template.jinja", "chat_template.json")) or (
-        read_if_there(path / "tokenizer_config.json").get("chat_template") is not None
-    )
-
-
 def _template(path: Path) -> str:
     """The template's text: a file of its own comes before tokenizer_config.json, as in transformers."""
     file = path / "chat_template.jinja"

@@ -7,9 +7,11 @@ be dense.
 """
 
 import argparse
+import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,13 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.evaluation.runner import DENSE, Document, Outcome, run_document
-from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
-from eps_core.models.chat import has_template, in_chat, render_messages
+from eps_core.evaluation.statistics import bootstrap_interval
+from eps_core.models.chat import in_chat, render_messages
 from eps_core.reference.selection import sink_and_recent
 from eps_core.summaries.table import method_spec
 from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import text_window
-from experiments.methods.texts import conversation, haystack, needle_tokens, num_topics, plain_chat
+from experiments.methods.texts import conversation, has_template, haystack, needle_tokens, num_topics, plain_chat
 
 Key = tuple[int, float]  # index of a variant, byte budget
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
@@ -361,6 +363,20 @@ def label(name: Arm) -> str:
     if name.sink_recent != method_spec(name.method).sink_recent:
         words.append(f"sink and recent tokens {name.sink_recent[0]}+{name.sink_recent[1]}")
     return " ".join(words)
+
+
+def bytes_at_kl(curve: Iterable[tuple[float | None, float | None]], kl: float = 0.01) -> tuple[float | None, str]:
+    """(share of the dense bytes at which a curve of (bytes, KL) crosses `kl`, how it is known): by log-log
+    interpolation between the first neighbouring points of rising bytes that enclose it, "measured"; "<" or ">" with
+    the bytes of the curve's end where it lies wholly below or above; (None, "-") for no points."""
+    points = sorted((ratio, found) for ratio, found in curve if ratio is not None and found is not None)
+    if not points:
+        return None, "-"
+    for (bytes0, kl0), (bytes1, kl1) in pairwise(points):
+        if kl0 > kl >= kl1:
+            weight = math.log(kl0 / kl) / math.log(kl0 / max(kl1, 1e-12))
+            return bytes0 * (bytes1 / bytes0) ** weight, "measured"
+    return (points[0][0], "<") if points[0][1] <= kl else (points[-1][0], ">")
 
 
 def markdown(cells: list[Cell]) -> str:

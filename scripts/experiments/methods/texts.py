@@ -5,6 +5,7 @@ made of the prose: a user asks for topic after topic, and the assistant answers 
 """
 
 import functools
+import os
 import re
 from collections.abc import Callable, Sequence
 from math import floor
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from eps_core.errors import ConfigError
+from eps_core.models.fields import read_if_there
 from eps_core.tasks.corpus import SHA256, corpus, shipped
 from eps_core.tasks.needle import needle_document
 from eps_core.tasks.questions import Ask
@@ -57,6 +59,13 @@ def conversation(topics: Sequence[int]) -> list[dict[str, str]]:
 def plain_chat(messages: list[dict[str, str]]) -> str:
     """A conversation as text for a model without a chat template."""
     return "".join(f"{one['role'].capitalize()}: {one['content']}\n\n" for one in messages)
+
+
+def has_template(path: Path) -> bool:
+    """Return whether the model in `path` brings a chat template."""
+    return any(os.path.lexists(path / name) for name in ("chat_template.jinja", "chat_template.json")) or (
+        read_if_there(path / "tokenizer_config.json").get("chat_template") is not None
+    )
 
 
 @functools.cache

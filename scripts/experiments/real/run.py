@@ -28,9 +28,10 @@ from eps_core.config.formats import WEIGHT_BITS
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
 from eps_core.evaluation.runner import DENSE, Document, Outcome, run_batch
-from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
+from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.metrics.provenance import provenance
 from eps_core.tasks.corpus import corpus
+from experiments.methods.curves import bytes_at_kl
 from experiments.real.peers import FP8, simulate
 
 BUDGETS = (0.02, 0.03, 0.05, 0.08, 0.125, 0.2, 0.3)  # shares of the tokens
