@@ -36,10 +36,6 @@ class ArrayModel:
     def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
         raise NotImplementedError
 
-    def multiply_rows(self, name: str, factors: np.ndarray) -> None:
-        """See `decode.forward.Arithmetic`."""
-        raise NotImplementedError
-
     def pack(self, weight: Array, group_size: int, bits: int) -> Any:
         """Return quantised weights that are called with (x, bias)."""
         raise NotImplementedError

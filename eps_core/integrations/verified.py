@@ -5,7 +5,6 @@ it refuses was never written: see eps_core.decode.verified, which this follows.
 """
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,12 +15,13 @@ import numpy as np
 from eps_core.attention.protocol import Array
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
+from eps_core.decode.accept import Said, round_record
 from eps_core.decode.pace import Pace
 from eps_core.errors import require
 from eps_core.integrations.paged import Paged
 from eps_core.kv_cache.pool import Sequence as PagedSequence
 from eps_core.kv_cache.step_plan import StepPlan
-from eps_core.metrics.rounds import RoundRecord, by_depth
+from eps_core.metrics.rounds import RoundRecord
 
 logger = logging.getLogger("eps")
 _COUNTED = ("drafted", "accepted", "new_tokens", "bytes_kv_draft", "bytes_summary_draft", "bytes_kv_verify",
@@ -148,19 +148,13 @@ class Rounds:
             self.pace.saw_round([drafted], [accepted])
         elif self._begun:
             self.pace.saw_cost("dense", verify_ms)
-        token_bytes = spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes
-        offered, kept = by_depth([drafted], [accepted])
-        finite = [one for one in margins if math.isfinite(one)]
-        record = RoundRecord(
-            step=self._begun, sequences=[0] * len(tokens), tokens=list(tokens), drafted=[drafted], accepted=[accepted],
-            emitted=[len(tokens)], gamma=self._gamma, offered_by_depth=offered, accepted_by_depth=kept,
-            bytes_kv_draft=kv, bytes_summary_draft=summary, bytes_kv_verify=(length + drafted + 1) * token_bytes,
-            bytes_k_reread=reread, bytes_kv_dense=sum(length + 1 + i for i in range(len(tokens))) * token_bytes,
+        record = round_record(
+            spec, [0], [drafted], [Said(list(tokens), list(margins), accepted)], [length],
+            step=self._begun, gamma=self._gamma, bytes_kv_draft=kv, bytes_summary_draft=summary,
+            bytes_kv_verify=spec.dense_kv_bytes([length + drafted + 1]), bytes_k_reread=reread,
             weight_passes=drafted + 1, bytes_weights=(drafted + 1) * self.weight_bytes,
             draft_ms=draft_ms, verify_ms=verify_ms, round_ms=draft_ms + verify_ms,
-            audit_kl=[], audit_tv=[], skipped_mass_true_max=None, top2_margin_min=min(finite, default=None),
             rolled_back=drafted + 1 - len(tokens), fallbacks={self._why: 1} if self._why is not None else {},
-            margins=list(margins),
         )  # fmt: skip
         record.check()
         self._begun += 1
