@@ -5,22 +5,18 @@ from typing import Any
 
 import click
 
-from eps_core.cli.help import VERIFY, option, options
+from eps_core.cli.help import VERIFY as HEADING
+from eps_core.cli.help import option, options
 from eps_core.cli.numbers import OrWord, Whole
 from eps_core.cli.options import AUTO, flag
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import WEIGHT_BITS
 from eps_core.config.speculative import MODES, SpeculativeConfig
+from eps_core.integrations.settings import VERIFY
 
 _DEFAULT = SpeculativeConfig()
-_option = partial(option, heading=VERIFY)
-# flag -> field of Verify
-_FIELDS = {
-    "eps_verify": "mode",
-    "eps_draft": "draft",
-    "eps_draft_most": "most",
-    "eps_draft_weights": "weights",
-}
+_option = partial(option, heading=HEADING)
+_FIELDS = {f"eps_{name}": field for name, field in VERIFY.items()}  # flag -> field of SpeculativeConfig
 
 speculative_options = options(
     _option(

@@ -159,7 +159,7 @@ def table(tasks: list[TaskResult], texts: list[TextResult], out: TextIO | None =
     rows, notes = [], []
     for task in tasks:
         changed = f"{task.num_changed} (<= {task.changed_share_upper:.0%})"
-        difference = _with_interval(task.eps_minus_dense, task.eps_minus_dense_interval)
+        difference = _with_interval(task.eps_minus_dense, task.eps_minus_dense_interval, "+.3f")
         context = "own" if task.context_tokens is None else f"{task.context_tokens:,}"
         scores = [f"{task.dense:.3f}", f"{task.eps:.3f}", _number(task.oracle)]
         rest = ["-"] * 3 if task.says_nothing else [difference, changed, _number(task.bytes_ratio)]
@@ -174,8 +174,7 @@ def table(tasks: list[TaskResult], texts: list[TextResult], out: TextIO | None =
     parts = ["\n".join([terminal.table(rows, header, out), *notes])] if tasks else []
     rows = []
     for text in texts:
-        interval = text.eps_kl_interval
-        shown = f"{text.eps_kl:.5f}" + (f" [{interval[0]:.5f}, {interval[1]:.5f}]" if interval else "")
+        shown = _with_interval(text.eps_kl, text.eps_kl_interval, ".5f")
         oracle = "-" if text.oracle_kl is None else f"{text.oracle_kl:.5f}"
         name, context = f"{text.text_steps} steps each", f"{text.context_tokens:,}"
         numbers = [shown, f"{text.eps_top1_agreement:.4f}", oracle, f"{text.bytes_ratio:.3f}"]
@@ -189,5 +188,5 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _with_interval(value: float, interval: Interval) -> str:
-    return f"{value:+.3f}" + (f" [{interval[0]:+.3f}, {interval[1]:+.3f}]" if interval else "")
+def _with_interval(value: float, interval: Interval, form: str) -> str:
+    return f"{value:{form}}" + (f" [{interval[0]:{form}}, {interval[1]:{form}}]" if interval else "")

@@ -17,10 +17,8 @@ from eps_core.load import KERNELS
 
 PREFIX = "EPS_"
 NEARLY = 0.85  # of difflib: a letter or two wrong
-# flat name -> field of Verify
-VERIFY = {
-    "verify": "mode", "draft": "draft", "draft_most": "most", "draft_weights": "weights",
-}  # fmt: skip
+# flat name -> field of SpeculativeConfig
+VERIFY = {"verify": "mode", "draft": "draft", "draft_most": "most", "draft_weights": "weights"}
 EXTRAS = ("metrics", "audit_every", "kernels", *VERIFY)
 
 
