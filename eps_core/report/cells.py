@@ -1,4 +1,4 @@
-"""The content of a line of results: its names, values and texts; fields may be absent or of another type."""
+"""The content of a line of results, as `kinds.clean` leaves it: its names, values and texts; fields may be absent."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +29,8 @@ def whole(value: Any) -> int:
 
 
 def asked(cell: Line, name: str) -> Any:
-    setting = cell.get("setting")
     given = cell.get(name)
-    return given if given is not None or not isinstance(setting, dict) else setting.get(name)
+    return given if given is not None else (cell.get("setting") or {}).get(name)
 
 
 def context(cell: Line) -> int:
@@ -48,12 +47,8 @@ def accuracy(cell: Line) -> float | None:
 
 
 def map_of(value: Any) -> np.ndarray | None:
-    """[L, Hkv] or None where it is no such array."""
-    if not isinstance(value, list) or not value:
-        return None
-    if not all(isinstance(row, list) and len(row) == len(value[0]) and row for row in value):
-        return None
-    if any(number(item) is None for row in value for item in row):
+    """[L, Hkv] or None where it was not measured or its rows are not alike."""
+    if not value or not value[0] or len(set(map(len, value))) > 1:
         return None
     return np.array(value, float)
 

@@ -72,7 +72,7 @@ def _load(results: Results, name: str, path: Path) -> dict[str, int]:
         elif kind == "failed":
             failed[repr(line.get("index"))] = line
         elif kind in ("task", "text"):
-            config = run.get("config") if isinstance(run.get("config"), dict) else None
+            config = run.get("config")
             made = {**(config or {}), "config": config, "model": run.get("model"), **line, "file": name}
             (results.tasks if kind == "task" else results.texts).append(made)
         elif kind in ("step", "round", "summary"):
