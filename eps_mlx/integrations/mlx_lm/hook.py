@@ -53,7 +53,7 @@ class Hook:
             return
         self._before = model.__dict__.get("make_cache")
         self.stock_caches = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
-        names.rebind(CLASSES, verified_step)
+        names.rebind(CLASSES)
         with ExitStack() as undo:  # where something cannot be
             undo.callback(names.restore)
             plan, spec, num_heads = look_at(model, self.stock_caches())
@@ -80,6 +80,8 @@ class Hook:
         model.make_cache = self.make_cache
         setattr(model, names.HANDLE, self)
         open_pools.append(self.pool)
+        if self.sparse.rounds is not None:
+            names.rebind_step(verified_step)
         logger.log(plan.level, plan.line(self.sparse.config))
 
     def make_cache(self) -> list[Any]:
@@ -108,6 +110,8 @@ def _leave(pool: Rows) -> None:
     pool.closed = True
     open_pools.remove(pool)
     names.restore()
+    if pool.sparse.rounds is not None:
+        names.restore_step()
     pool.sparse.close()
 
 

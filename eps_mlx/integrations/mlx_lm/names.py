@@ -51,16 +51,31 @@ def swap(old: Callable[..., Any], new: Callable[..., Any], name: str = ATTENTION
     return found
 
 
+_verifying: list[Callable[..., Any]] = []  # one a model
+
+
+def rebind_step(step: Callable[..., Any]) -> None:
+    """Sends mlx-lm's loop of one prompt through `step`, which knows its models. Each call asks for one
+    `restore_step`."""
+    if not _verifying:
+        swap(stock_step, step, STEP)
+    _verifying.append(step)
+
+
+def restore_step() -> None:
+    step = _verifying.pop()
+    if not _verifying:
+        swap(step, stock_step, STEP)
+
+
 _users = 0
 _classes: tuple[type, ...] = ()
-_step: Callable[..., Any] = stock_step
 
 
-def rebind(classes: tuple[type, ...], step: Callable[..., Any]) -> None:
-    """Sends every model's attention through `attention` and mlx-lm's loop of one prompt through `step`, which knows its
-    models, and lets mlx-lm find cache `classes` by their names when it loads a prompt cache. Each call asks for one
-    `restore`. Raises ConfigError where no model can be reached."""
-    global _users, _classes, _step
+def rebind(classes: tuple[type, ...]) -> None:
+    """Sends every model's attention through `attention` and lets mlx-lm find cache `classes` by their names when it
+    loads a prompt cache. Each call asks for one `restore`. Raises ConfigError where no model can be reached."""
+    global _users, _classes
     found = swap(stock_attention, attention)
     if not _users:
         if not [name for name in found if name != base.__name__]:
@@ -68,10 +83,9 @@ def rebind(classes: tuple[type, ...], step: Callable[..., Any]) -> None:
             raise ConfigError(
                 f"no loaded model binds mlx-lm's {ATTENTION}: load the model with mlx_lm before EPS is put on it"
             )
-        _classes, _step = classes, step
+        _classes = classes
         for one in classes:
             setattr(caches, one.__name__, one)
-    swap(stock_step, _step, STEP)
     _users += 1
 
 
@@ -83,6 +97,5 @@ def restore() -> None:
     if _users:
         return
     swap(attention, stock_attention)
-    swap(_step, stock_step, STEP)
     for one in _classes:
         delattr(caches, one.__name__)
