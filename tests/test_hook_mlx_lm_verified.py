@@ -1,6 +1,7 @@
 """Verified decoding in mlx-lm: its loop of one prompt says what it says without EPS, whatever was drafted, and what a
 round leaves in the caches is what dense decoding leaves there. The engine is in test_hook_transformers_verified.py."""
 
+import inspect
 import logging
 import sys
 from typing import Any
@@ -195,6 +196,13 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
     with pytest.raises(ConfigError, match="in mlx-lm"), eps(tiny("llama"), **VERIFIED, draft_weights="4bit"):
         pass
     assert STEPS.generate_step is stock_step
+
+
+def test_the_loop_shows_its_own_parameters_while_eps_is_on() -> None:
+    """A second model's hook looks for them where mlx-lm is of another version than the tests run with."""
+    with eps(tiny("llama"), **VERIFIED):
+        assert STEPS.generate_step is not stock_step
+        assert inspect.signature(STEPS.generate_step) == inspect.signature(stock_step)
 
 
 def test_a_round_that_something_ends_is_taken_back() -> None:

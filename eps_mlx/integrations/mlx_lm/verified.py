@@ -8,6 +8,7 @@ text is the dense one of the same seed whatever the sampler is.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from eps_mlx.integrations.mlx_lm.rows import Rows
 _NOT_OURS = ("kv_bits", "input_embeddings")  # arguments of mlx-lm's loop that this one has no place for
 
 
+@wraps(names.stock_step)  # versions are told by its parameters
 def verified_step(prompt: mx.array, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, mx.array]]:
     """mlx-lm's `generate_step`, to which all goes but single prompts of models that are verified, over caches that EPS
     made: (token, log probabilities [V]) of each new token."""
