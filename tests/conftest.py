@@ -176,10 +176,10 @@ def _left_out_on_kernels(item: pytest.Item) -> bool:
     slow = emulated is not None and target.device == "cpu" and target.kernels in ("triton", "metal")
     if slow and called.params["case"] not in emulated:
         return True
-    for name, value in called.params.items():
+    for name, value in called.params.items() if methods else ():
         config = getattr(value, "config", value) if name in ("case", "config") else None
         method = value if name == "method" else config and config.cache_config.method
-        if methods is not None and method is not None and method not in methods:
+        if method is not None and method not in methods:
             return True
     return False
 
