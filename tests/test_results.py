@@ -40,6 +40,7 @@ def test_every_table_of_measured_rows_is_published() -> None:
         "experiments/real/run.py --tables weights -o results/real-weights.jsonl",
         "race.py --table -o results/race.jsonl",
         "experiments/soak/run.py --table -o results/soak.jsonl",
+        "experiments/lm_eval/served.py --table -o results/lm_eval.jsonl",
         "experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl",
     }
     names |= {f"experiments/real/answers.py --tables {name} -o results/real-answers.jsonl" for name in answers.TABLES}
