@@ -1,33 +1,25 @@
 #!/usr/bin/env bash
 # Sets everything up and passes the tests: style, types, and the default tier of the suite, which covers the reference,
 # array operations and compiled kernels of both array libraries, the commands and every engine installed with them.
-# Usage: [EPS_TEST_WORKERS=auto] scripts/test.sh [--install | --rest | --all] [arguments of pytest]
+# Usage: [EPS_TEST_WORKERS=auto] scripts/test.sh [--rest | --all] [arguments of pytest]
 # --rest: what the default tier leaves out (LEFT_OUT in tests/conftest.py): GPU kernels in emulators, engines, servers,
 #         long runs; then the tests inside vLLM and SGLang. These and kvpress have environments of their own
 #         (scripts/test_vllm.sh, scripts/test_sglang.sh, scripts/setup_kvpress.sh)
 # --all:  style, types and both tiers
-# --install: makes the environments of kvpress and the engines alone, side by side: each keeps one core busy
 # Arguments of pytest without --rest or --all choose among the tests of both tiers.
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
-if [ "${1:-}" = --install ]; then
-  scripts/setup_kvpress.sh >&2 &
-  failed=
-  scripts/test_sglang.sh --install || failed=yes
-  wait $! && [ -z "$failed" ]
-  exit
-fi
 tier=default
 if [ $# -gt 0 ]; then tier=all; fi
 case ${1:-} in
   --rest | --all) tier=${1#--}; shift ;;
 esac
 vllm=
-if [ $# = 0 ] && [ "$tier" != default ]; then
+if [ $# = 0 ] && [ "$tier" != default ]; then  # installations side by side: each keeps one core busy
   vllm=yes
   set -m  # a process group of its own, which ends with this script
-  scripts/test.sh --install &
+  (scripts/setup_kvpress.sh >&2 & failed=; scripts/test_sglang.sh --install || failed=yes; wait $! && [ -z "$failed" ]) &
   installing=$!
   set +m
   trap 'kill -- "-$installing" 2> /dev/null || true' EXIT

@@ -225,3 +225,10 @@ def test_a_wrong_quantiser_fails_the_loop(bits: FormatName, fault: str, monkeypa
         monkeypatch.setattr(oracle_codes, "_to_e2m1", wrong)
     with pytest.raises(AssertionError):
         test_the_oracle_quantises_as_the_formula_says(bits)
+
+
+@pytest.mark.parametrize("backend", ["eps_cuda", "eps_mlx"])
+def test_a_library_has_every_operation(backend: str) -> None:
+    ops = import_module(f"{backend}.ops").OPS
+    names = {name for one in type(ops).__mro__ for name in vars(one).get("__annotations__", ())}
+    assert len(names) > 50 and not {name for name in names if not hasattr(ops, name)}

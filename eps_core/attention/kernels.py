@@ -75,7 +75,7 @@ def kernels_of(package: str, kernels: str) -> KernelTable:
     if kernels == "arrays":
         return KernelTable()
     # a family's libraries take seconds to import, and its modules import the cache, which imports this one
-    module = "cpu" if kernels == "numba" else "dispatch"
+    module = {"numba": "cpu", "triton": "dispatch", "metal": "dispatch"}[kernels]
     found: KernelTable = importlib.import_module(f"{package}.kernels.{module}").KERNELS
     return found
 

@@ -127,6 +127,7 @@ def write_tokens(
     assert unit_tokens % span_tokens == 0, "groups do not divide a unit"
     assert finite.dtype in (torch.bool, torch.uint8) and finite.numel() == 1
     assert valid is None or (valid.dtype == torch.uint8 and valid.numel() == num_units * (unit_tokens // span_tokens))
+    assert valid is None or valid.is_contiguous()
     if not num_tokens:
         return
     constants, num_warps = launch_constants(

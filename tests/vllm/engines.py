@@ -111,3 +111,13 @@ def say(llm: Any, asked: Sequence[Sequence[int]], new_tokens: int = 24, logprobs
         )
         for one in found
     ]  # fmt: skip
+
+
+def say_dense(llm: Any, asked: Sequence[Sequence[int]], new_tokens: int) -> list[Said]:
+    """What the engine itself says from here on, which reads the prompts again: EPS is off and counts no row."""
+    llm.collective_rpc("eps_set", kwargs={"on": False})
+    llm.reset_prefix_cache()
+    before = stats(llm)["rows"]
+    said = say(llm, asked, new_tokens, logprobs=None)
+    assert stats(llm)["rows"] == before
+    return said

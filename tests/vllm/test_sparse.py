@@ -101,8 +101,7 @@ def test_needles_are_answered_dense_and_sparse() -> None:
         again = engines.say(llm, asked, 6, logprobs=None)
         assert [engines.text(tokens)[:5] for tokens, _ in again] == answers
         assert engines.stats(llm)["tokens_adopted"] == 0 and engines.stats(llm)["bytes_ratio"] < 0.1
-        llm.collective_rpc("eps_set", kwargs={"on": False})
-        dense = engines.say(llm, asked, 6, logprobs=None)
+        dense = engines.say_dense(llm, asked, 6)
     assert [tokens for tokens, _ in dense] == [tokens for tokens, _ in said]
 
 
@@ -122,8 +121,7 @@ def test_coarse_groups_through_the_stock_kernel() -> None:
                 assert rows is not None
                 for heads in rows:
                     assert all(np.array_equal(head, heads[0]) for head in heads) and 0 in heads[0]
-        llm.collective_rpc("eps_set", kwargs={"on": False})
-        dense = engines.say(llm, asked, 6, logprobs=None)
+        dense = engines.say_dense(llm, asked, 6)
     assert [engines.text(tokens)[:5] for tokens, _ in dense] == answers
     assert sum(mine == other for (mine, _), (other, _) in zip(said, dense, strict=True)) >= 1
 
