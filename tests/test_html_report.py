@@ -13,7 +13,7 @@ import pytest
 from command import last, outcome, refused
 
 from eps_core.errors import ConfigError
-from eps_core.report import figures
+from eps_core.report import cells, figures
 from eps_core.report.cells import variant_name
 from eps_core.report.kinds import clean
 from eps_core.report.load import Results, load_results
@@ -280,3 +280,9 @@ def test_a_round_tells_the_mass_of_each_depth() -> None:
     line = {"type": "round", "skipped_mass_true_max": [0.4, 0.1]}
     assert clean(line) == (line, [])
     assert len(clean(line | {"type": "step"})[1]) == 1 and len(clean(line | {"skipped_mass_true_max": 0.4})[1]) == 1
+
+
+def test_a_map_whose_rows_are_not_alike_is_none() -> None:
+    assert cells.map_of([[0.1], [0.1, 0.2]]) is None is cells.map_of([]) is cells.map_of([[]])
+    found = cells.map_of([[0.1, 0.2]])
+    assert found is not None and found.shape == (1, 2)

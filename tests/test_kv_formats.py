@@ -11,6 +11,7 @@ import pytest
 from eps_core.backend import codes as arrays_codes
 from eps_core.config import formats
 from eps_core.config.formats import FORMATS, KV_BITS, FormatName
+from eps_core.load import load_backend
 from eps_core.reference import codes as oracle_codes
 
 # the numbers of the two formats, by code: a sign bit, exponent, mantissa (Micikevicius et al. 2022; OCP MX 1.0)
@@ -232,3 +233,15 @@ def test_a_library_has_every_operation(backend: str) -> None:
     ops = import_module(f"{backend}.ops").OPS
     names = {name for one in type(ops).__mro__ for name in vars(one).get("__annotations__", ())}
     assert len(names) > 50 and not {name for name in names if not hasattr(ops, name)}
+
+
+@pytest.mark.parametrize("backend", ["cuda", "mlx"])
+def test_float16_numbers_have_a_successor_and_a_byte(backend: str) -> None:
+    module = load_backend(backend)
+    ops, x = import_module(f"eps_{backend}.ops").OPS, np.arange(0x7BFF, dtype=np.uint16).view(np.float16)
+    native = module.from_numpy(x, "float16", "cpu")
+    assert np.array_equal(module.to_numpy(ops.next16(native)), np.nextafter(x, np.float16(np.inf)))
+    stored = (np.arange(0xF8, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
+    found = module.to_numpy(ops.from_byte(ops.to_byte(native)))
+    gaps = np.abs(stored[None] - x.astype(np.float32)[:, None])
+    assert np.isin(found, stored).all() and np.array_equal(np.abs(found - x.astype(np.float32)), gaps.min(axis=1))

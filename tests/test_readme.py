@@ -150,6 +150,15 @@ def test_every_key_of_the_jsonl_is_described() -> None:
     assert set(line) <= set(run)
 
 
+def test_what_a_run_adds_to_its_summary_is_described(tmp_path: Path) -> None:
+    files = ["--metrics", str(tmp_path / "steps.jsonl"), "--cache-dir", str(tmp_path / "stored")]
+    flags = ["--method", "rq", "--kl", "--prompt", "A" * 40, "--max-new-tokens", "3", "--backend", "cuda"]
+    assert not outcome(["run", *flags, "--device", "cpu", *files], tmp_path).code
+    line = json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[-1])
+    added = set(line) - set(summarise([])) - {"type"}
+    assert added == set(described("Comparison")) - {"bytes_ratio_model"}  # which engines alone have
+
+
 def test_the_figure_says_the_bytes_of_the_default() -> None:
     config, head_dim, tokens, text = EpsConfig.of(method="rq"), 128, 32768, (ROOT / "docs" / "idea.svg").read_text()
     dense = kv_bytes(1, 1, head_dim, tokens, "bfloat16")

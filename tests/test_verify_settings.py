@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from verified_runs import eps
 
+from eps_core.cli.speculative import speculative_of
 from eps_core.config.eps import EpsConfig
 from eps_core.config.selection import SelectionConfig
 from eps_core.config.speculative import DRAFT_BUDGET, DRAFT_BUDGET_FLOOR, SpeculativeConfig
@@ -107,3 +108,9 @@ def test_one_line_says_how_a_run_verifies() -> None:
     assert describe_verify(SpeculativeConfig("tokens", None, 8, "4bit")) == (
         "tokens: up to 8, as they pay, drafts a round, drafted with 4bit weights"
     )
+
+
+def test_each_flag_sets_its_own_field() -> None:
+    flags = {"eps_verify": "tokens", "eps_draft": 3, "eps_draft_most": 9, "eps_draft_weights": "8bit"}
+    found = speculative_of(flags, set(flags), EpsConfig.of(method="rq"))
+    assert found == SpeculativeConfig.of(mode="tokens", draft=3, most=9, weights="8bit")

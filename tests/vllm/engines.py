@@ -114,7 +114,7 @@ def say(llm: Any, asked: Sequence[Sequence[int]], new_tokens: int = 24, logprobs
 
 
 def say_dense(llm: Any, asked: Sequence[Sequence[int]], new_tokens: int) -> list[Said]:
-    """What the engine itself says from here on, which reads the prompts again: EPS is off and counts no row."""
+    """Switch EPS off, prefill the prompts again and decode them by the engine's own attention."""
     llm.collective_rpc("eps_set", kwargs={"on": False})
     llm.reset_prefix_cache()
     before = stats(llm)["rows"]

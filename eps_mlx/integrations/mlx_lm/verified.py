@@ -23,7 +23,7 @@ from eps_mlx.integrations.mlx_lm.rows import Rows
 _NOT_OURS = ("kv_bits", "input_embeddings")  # arguments of mlx-lm's loop that this one has no place for
 
 
-@wraps(names.stock_step)  # versions are told by its parameters
+@wraps(names.stock_step)  # a hook reads the parameters of the loop to tell which mlx-lm this is
 def verified_step(prompt: mx.array, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, mx.array]]:
     """mlx-lm's `generate_step`, to which all goes but single prompts of models that are verified, over caches that EPS
     made: (token, log probabilities [V]) of each new token."""

