@@ -12,6 +12,7 @@ import torch
 from verified_runs import Model, same
 
 import eps_cuda
+from eps_core.backend.pages import arrays_of
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
@@ -60,15 +61,16 @@ def model(request: pytest.FixtureRequest) -> Any:
     return tiny_models.saved(request.param)
 
 
-def opened(path: Any, dtype: str) -> Model:
-    return Model(eps_cuda, "cpu", path, dtype, 60, dtype, kernels="numba")
+def opened(path: Any, dtype: str, kv_bits: tuple[int, int] = (16, 16)) -> Model:
+    return Model(eps_cuda, "cpu", path, dtype, 60, dtype, kv_bits, "numba")
 
 
 def decoded(
-    path: Any, config: EpsConfig, dtype: str, prompts: list[list[int]] = PROMPTS, **settings: Any
-) -> tuple[list[Any], Any]:
+    path: Any, config: EpsConfig, dtype: str, prompts: list[list[int]] = PROMPTS,
+    kv_bits: tuple[int, int] = (16, 16), **settings: Any,
+) -> tuple[list[Any], Any]:  # fmt: skip
     """Records with logits of a greedy decode, and its cache."""
-    run = opened(path, dtype).decode(prompts, config, tokens=STEPS, prefill_chunk=200, **settings)
+    run = opened(path, dtype, kv_bits).decode(prompts, config, tokens=STEPS, prefill_chunk=200, **settings)
     return run.records, run.cache
 
 
@@ -82,7 +84,8 @@ def twice(run: Callable[[], Any]) -> tuple[Any, Any]:
 
 def same_caches(one: Any, other: Any) -> None:
     for layer in range(one.spec.num_layers):
-        pairs = [(one.k[layer], other.k[layer]), (one.v[layer], other.v[layer])]
+        pools = (one.k[layer], other.k[layer]), (one.v[layer], other.v[layer])
+        pairs = [pair for both in pools for pair in zip(*map(arrays_of, both), strict=True)]
         if one.cache_config.enabled:
             state, its = one.state[layer], other.state[layer]
             assert (state.fill == its.fill).all() and state.history == its.history
@@ -98,6 +101,19 @@ def test_bits_are_those_of_layer_by_layer(model: Any, name: str, dtype: str, ste
     ends = 0 if name == "off" else sum((len(prompt) + STEPS) // 64 - len(prompt) // 64 for prompt in PROMPTS)
     assert len(steps_made) >= STEPS - 1 - ends > 0
     assert set(steps_made) == {4 * cache.spec.num_layers + 1}
+    same(records, plain)
+    same_caches(cache, twin)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_bits", [(8, 4), (16, 8), (4, 16)])
+@pytest.mark.parametrize("name", ["the default's codes", "off"])
+def test_bits_are_those_of_layer_by_layer_over_k_and_v_in_few_bits(
+    name: str, kv_bits: tuple[int, int], dtype: str, steps_made: list[int]
+) -> None:
+    path = tiny_models.saved("llama2")
+    (records, cache), (plain, twin) = twice(lambda: decoded(path, CONFIGS[name], dtype, kv_bits=kv_bits))
+    assert len(steps_made) >= STEPS - 2
     same(records, plain)
     same_caches(cache, twin)
 

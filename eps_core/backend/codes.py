@@ -5,9 +5,8 @@ from typing import Any
 
 from eps_core.attention.protocol import Array
 from eps_core.backend.ops import Ops
-from eps_core.config.formats import FORMATS, FormatName
+from eps_core.config.formats import FORMATS, LEAST, FormatName
 
-LEAST = 2.0**-126
 BLOCK = FORMATS["nvfp4"].block
 
 

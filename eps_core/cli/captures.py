@@ -159,7 +159,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     false       skipped groups whose true share exceeds --eps-epsilon, or that are among the true best
     error       |out - dense out| / |dense out|
     matched     bytes at the output error of --match-error, between budgets
-    cert .1     fraction of groups that may stay unread with an error bound of 0.1, and if all masses were known
+    skip at .1  fraction of groups that may stay unread with an error bound of 0.1, and if all masses were known
     bounds      violations of the lower and upper bounds, of all checks
     union       groups that any kv head of a layer wants, over the mean of what each wants
     """
@@ -259,9 +259,9 @@ def _name(config: EpsConfig) -> str:
     cache, read = config.cache_config, config.selection_config
     name = f"{cache.method}@{cache.S}"
     if cache.method_spec.coded:
-        name += f" 1 bit of {cache.mean_tokens}"
-        name += f" stages {','.join(map(str, read.cascade))}" if read.cascade else ""
-        name += f" refine {read.rescore:g}" if read.rescore else ""
+        name += f" about {cache.mean_tokens}"
+        name += f" cascade {','.join(map(str, read.cascade))}" if read.cascade else ""
+        name += f" rescore {read.rescore:g}" if read.rescore else ""
         name += " bounds" if cache.rq_bounds else ""
     return name + (f" dim {cache.dim}" if cache.dim is not None else "")
 
@@ -288,7 +288,7 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
                 number(row["union_amplification"], ".2f"),
             ]
         )
-    header = ["method", "budget", "bytes", "recall", "at 12.5 %", "false", "error", "matched", "cert .1", "bounds"]
+    header = ["method", "budget", "bytes", "recall", "at 12.5 %", "false", "error", "matched", "skip at .1", "bounds"]
     return terminal.table(cells, [*header, "union"])
 
 

@@ -9,7 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
+from eps_core.config.formats import FORMATS, LEAST
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.cpu.vectors import LANES, put, wide
@@ -38,11 +41,68 @@ def copy(rows, out):
             out[n, d] = rows[n, d]
 
 
+def put_row(pool, row, values):
+    """Write values [D], numbers as a cache's dtype stores them, or float32 for one in bfloat16, to the row of that name
+    in a pool as `calls.Host.rows` gives it. Return whether all that is stored is finite."""
+
+
+def _put_numbers(pool, row, values):
+    is_finite = True
+    for d in range(len(values)):
+        put(pool, row + d, values[d])
+        is_finite &= abs(wide(pool[row + d])) < np.inf
+    return is_finite
+
+
+def _put_codes(most, is_packed):
+    def put_codes(pool, row, values):
+        """As `eps_core.reference.codes` quantises the numbers of the cache's dtype."""
+        codes, scales, of = pool
+        head_dim, stored, largest = len(values), np.empty(1, of.dtype), np.float32(0)
+        x = np.empty(head_dim, np.float32)
+        for d in range(head_dim):
+            put(stored, 0, values[d])
+            x[d] = wide(stored[0])
+            largest = largest if largest > abs(x[d]) or largest != largest else abs(x[d])
+        bits, scale = half_above(np.float32(0) if largest < LEAST else largest / most)
+        scales[row] = bits
+        for d in range(head_dim):
+            code = np.int64(np.rint(x[d] / scale)) if 0 < scale < np.inf else 0
+            if not is_packed:
+                codes[row * head_dim + d] = code
+            elif d % 2 == 0:
+                codes[(row * head_dim + d) // 2] = code + 8
+            else:
+                codes[(row * head_dim + d) // 2] |= (code + 8) << 4
+        return scale < np.inf
+
+    return put_codes
+
+
+@overload(put_row)
+def _put_row(pool, row, values):
+    if not isinstance(pool, types.BaseTuple):
+        return _put_numbers
+    bits = 8 if pool.types[0].dtype == types.int8 else 4
+    return _put_codes(np.float32(FORMATS[bits].most), bits == 4)
+
+
+@kernel()
+def half_above(x):
+    """(its bits, itself as float32) of the least float16 that is at least x, which is not negative; Inf above the
+    largest one, NaN of NaN."""
+    if not x <= 65504:
+        return (0x7E00, x) if x != x else (0x7C00, np.float32(np.inf))
+    exponent = max(math.frexp(x)[1], -13) if x > 0 else -13  # below 2^-14 a step is that of the numbers above it
+    steps = np.int64(math.ceil(math.ldexp(x, 11 - exponent)))  # of which 1,024 to 2,048 are in a number of 11 bits
+    return ((exponent + 13) << 10) + steps, np.float32(math.ldexp(float(steps), exponent - 11))
+
+
 @kernel()
 def place_rows(progress, k_pool, v_pool, k_strides, v_strides, k, v, slots, unit_tokens, finite):
-    """Copies k, v [N, Hkv, D] to slots [N] of pools as `calls.Host.rows` gives them: as they are stored there, or
-    float32 for pools of bfloat16. finite [1] becomes False where K is not. One phase."""
-    tokens, kv_heads, head_dim = k.shape
+    """Puts k, v [N, Hkv, D] to slots [N] of pools as `put_row` takes them. finite [1] becomes False where K is not. One
+    phase."""
+    tokens, kv_heads, _ = k.shape
     while True:
         n = take(progress, 0)
         if n >= tokens:
@@ -50,12 +110,8 @@ def place_rows(progress, k_pool, v_pool, k_strides, v_strides, k, v, slots, unit
         is_finite, unit = True, slots[n] // unit_tokens
         offset = slots[n] - unit * unit_tokens
         for h in range(kv_heads):
-            k_row = unit * k_strides[0] + h * k_strides[1] + offset * k_strides[2]
-            v_row = unit * v_strides[0] + h * v_strides[1] + offset * v_strides[2]
-            for d in range(head_dim):
-                put(k_pool, k_row + d, k[n, h, d])
-                put(v_pool, v_row + d, v[n, h, d])
-                is_finite &= abs(wide(k_pool[k_row + d])) < np.inf
+            is_finite &= put_row(k_pool, unit * k_strides[0] + h * k_strides[1] + offset * k_strides[2], k[n, h])
+            put_row(v_pool, unit * v_strides[0] + h * v_strides[1] + offset * v_strides[2], v[n, h])
         if not is_finite:
             finite[0] = False
         finish(progress, 0)

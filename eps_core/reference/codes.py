@@ -3,8 +3,7 @@ back, in the formats of `config.formats`.
 
 All are symmetric and in float32 with one division, so that codes are the same in every library:
 
-    scale        = the least float16 that is at least max|x| / most, the format's; 0 where max|x| < 2^-126, since GPUs
-                   take such numbers for 0
+    scale        = the least float16 that is at least max|x| / most, the format's; 0 where max|x| < `LEAST`
     int8, int4     code = round half to even (x / scale), which cannot leave +-most = 127, 7
     fp8            code = E4M3 (4 bits of exponent, 3 of mantissa, no infinity) nearest to x / scale, ties to the even
                    code; most = 448 is its largest number
@@ -28,9 +27,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from eps_core.config.formats import FORMATS, FormatName
+from eps_core.config.formats import FORMATS, LEAST, FormatName
 
-LEAST = np.float32(2.0**-126)
 BLOCK = FORMATS["nvfp4"].block
 
 

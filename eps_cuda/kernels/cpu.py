@@ -96,7 +96,8 @@ class TorchKernels(CpuKernels):
         (k_pool, k_strides), (v_pool, v_strides) = (
             host.rows(pool[layer], cache.spec.dtype) for pool in (cache.k, cache.v)
         )
-        k, v = (one.view(k_pool.dtype) if one.itemsize == k_pool.itemsize else one for one in rows)
+        stored = (k_pool[-1] if isinstance(k_pool, tuple) else k_pool).dtype
+        k, v = (one.view(stored) if one.itemsize == stored.itemsize else one for one in rows)
         args = k_pool, v_pool, k_strides, v_strides, k, v, slots, unit_tokens, finite
         return calls.Call(write.place_rows, 1, args, alone=True)
 
@@ -140,7 +141,7 @@ class TorchKernels(CpuKernels):
 def unsupported_whole(cache: Any, layer: int, q: Any, plan: StepPlan) -> str | None:
     """Return the part of a layer that no whole step supports, in a few words, or None."""
     cache_config, spec = cache.cache_config, cache.spec
-    if spec.quantised or spec.dtype == "float16":
+    if not {spec.k_bits, spec.v_bits} <= calls.KEY_BITS or spec.dtype == "float16":
         return f"K and V in {spec.dtype}, {spec.k_bits} and {spec.v_bits} bits"
     if cache_config.has_bounds:
         return "bounds"
