@@ -15,6 +15,8 @@ from test_cpu_kernels import kernels_of
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, add_weighted, dots, widen_rows
 from eps_core.cpu.vectors import HEADS
+from eps_core.cpu.write import put_row
+from eps_core.reference import codes as oracle_codes
 from eps_core.reference import pages as oracle_pages
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -68,8 +70,34 @@ def test_values_are_the_oracles_to_the_last_bit(bits: int, dtype: str) -> None:
     np.testing.assert_array_equal(sums.reshape(want.shape), want)
 
 
+@kernel()
+def put_rows(pool, rows, finite):
+    for i in range(len(rows)):
+        finite[i] = put_row(pool, i, rows[i])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_the_oracles(bits: int, dtype: str) -> None:
+    """Of rows of every size that float32 has, the largest and least with a scale among them, NaN and Inf."""
+    rng, most = np.random.default_rng(0), 127.0 if bits == 8 else 7.0
+    x = (rng.normal(size=(2000, 34)) * 10.0 ** rng.integers(-45, 38, (2000, 1))).astype(np.float32)
+    x[:7] = 0
+    x[1, 3], x[2, 5], x[3, 0], x[4, 1], x[5, 7], x[6, 2] = np.nan, -np.inf, 2.0**-127, 65504 * most, -65505 * most, 1e-4
+    with np.errstate(over="ignore"):
+        rows = x.astype(DTYPES[dtype])
+    want, scale = oracle_codes.quantise(rows, bits)
+    element = ELEMENTS[dtype]
+    for given in (rows.view(element), *([x] if dtype == "bfloat16" else [])):  # rounded as it is written
+        codes, scales, finite = np.full_like(want, 77), np.zeros(len(x), np.int16), np.zeros(len(x), bool)
+        put_rows((codes.reshape(-1), scales, np.empty(0, element)), given, finite)
+        np.testing.assert_array_equal(scales.view(np.float16), scale)
+        np.testing.assert_array_equal(codes, want)
+        np.testing.assert_array_equal(finite, np.isfinite(scale))
+
+
 def test_kernels_are_asked_for_codes_that_they_know(backend) -> None:
-    """Others are read by array operations; writes of codes are array operations, scores read summaries alone."""
+    """Others are read by array operations; layers write codes by array operations, scores read summaries alone."""
     table = kernels_of(backend).table()
 
     def unsupported(one: Any, *bits: Any) -> Any:
