@@ -82,8 +82,9 @@ def test_codes_are_the_oracles(bits: int, dtype: str) -> None:
     """Of rows of every size that float32 has, the largest and least with a scale among them, NaN and Inf."""
     rng, most = np.random.default_rng(0), 127.0 if bits == 8 else 7.0
     x = (rng.normal(size=(2000, 34)) * 10.0 ** rng.integers(-45, 38, (2000, 1))).astype(np.float32)
-    x[:7] = 0
+    x[:8] = 0
     x[1, 3], x[2, 5], x[3, 0], x[4, 1], x[5, 7], x[6, 2] = np.nan, -np.inf, 2.0**-127, 65504 * most, -65505 * most, 1e-4
+    x[7, 3] = 2.0**-126
     with np.errstate(over="ignore"):
         rows = x.astype(DTYPES[dtype])
     want, scale = oracle_codes.quantise(rows, bits)

@@ -61,13 +61,13 @@ def model(request: pytest.FixtureRequest) -> Any:
     return tiny_models.saved(request.param)
 
 
-def opened(path: Any, dtype: str, kv_bits: tuple[int, int] = (16, 16)) -> Model:
+def opened(path: Any, dtype: str, kv_bits: tuple = (16, 16)) -> Model:
     return Model(eps_cuda, "cpu", path, dtype, 60, dtype, kv_bits, "numba")
 
 
 def decoded(
     path: Any, config: EpsConfig, dtype: str, prompts: list[list[int]] = PROMPTS,
-    kv_bits: tuple[int, int] = (16, 16), **settings: Any,
+    kv_bits: tuple = (16, 16), **settings: Any,
 ) -> tuple[list[Any], Any]:  # fmt: skip
     """Records with logits of a greedy decode, and its cache."""
     run = opened(path, dtype, kv_bits).decode(prompts, config, tokens=STEPS, prefill_chunk=200, **settings)
@@ -139,10 +139,11 @@ def test_the_number_of_prompts_may_change(steps_made: list[int]) -> None:
 def steps_of(
     path: Any, drafts: bool, config: EpsConfig = RQ, lengths: range = range(401, 407), batch: int = 1,
     between: Callable[[int, Any, Any], Any] = lambda length, cache, decoder: cache,
+    kv_bits: tuple[int, int] = (16, 16),
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
     """(cache, output) of a step at each of `lengths`, drafts or not, over tables of one width: of sequences in units of
     their own, each with a prompt. `between` is called before a step and returns the cache that it takes."""
-    model = opened(path, "bfloat16")
+    model = opened(path, "bfloat16", kv_bits)
     decoder, (cache, _) = model.decoder, model.cache(config)
     units = np.arange(8 * batch, dtype=np.int32).reshape(batch, 8)
     for own in units:
@@ -177,9 +178,11 @@ def same_statistics(outputs: list[Any], plain: list[Any]) -> None:
             }
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_drafts_place_rows_and_say_what_was_selected(batch: int, steps_made: list[int]) -> None:
-    got, want = both(steps_made, True, batch=batch)
+@pytest.mark.parametrize(("batch", "kv_bits"), [(1, (16, 16)), (2, (16, 16)), (1, (8, 4))])
+def test_drafts_place_rows_and_say_what_was_selected(
+    batch: int, kv_bits: tuple[int, int], steps_made: list[int]
+) -> None:
+    got, want = both(steps_made, True, batch=batch, kv_bits=kv_bits)
     for one, other in zip(got, want, strict=True):  # of steps that are long over
         for mine, its in zip(one.selections, other.selections, strict=True):
             assert np.array_equal(mine.common_counts, its.common_counts)
@@ -193,8 +196,9 @@ def test_a_draft_that_reads_all_says_so_of_each_layer(steps_made: list[int]) -> 
     assert [one.selections for one in got] == [one.selections for one in want] == [[None, None]] * len(got)
 
 
-def test_statistics_are_each_step_s_own(steps_made: list[int]) -> None:
-    same_statistics(*both(steps_made, False))
+@pytest.mark.parametrize("kv_bits", [(16, 16), (8, 4)])
+def test_statistics_are_each_step_s_own(kv_bits: tuple[int, int], steps_made: list[int]) -> None:
+    same_statistics(*both(steps_made, False, kv_bits=kv_bits))
 
 
 def test_layers_become_sparse_one_by_one(steps_made: list[int]) -> None:
@@ -261,6 +265,9 @@ def test_what_a_step_does_not_support_runs_layer_by_layer(steps_made: list[int])
     ):  # fmt: skip
         decoded(path, config, "float32", PROMPTS[:1])
         assert not steps_made, config
+    for kv_bits in ((8, "fp8"), ("fp8", 4)):
+        decoded(path, RQ, "float32", PROMPTS[:1], kv_bits)
+        assert not steps_made, kv_bits
     decoded(path, RQ, "float16", PROMPTS[:1])
     decoded(tiny_models.saved("gemma3-256-scaled-capped"), RQ, "float32", [PROMPTS[0][:100]])
     assert not steps_made, "16-bit floats and windows"
@@ -286,10 +293,11 @@ def test_late_members_bring_helpers_to_later_steps(monkeypatch: pytest.MonkeyPat
     same(again, records)
 
 
-def test_keys_that_are_not_finite_are_refused(steps_made: list[int]) -> None:
+@pytest.mark.parametrize("kv_bits", [(16, 16), (8, 4)])
+def test_keys_that_are_not_finite_are_refused(kv_bits: tuple[int, int], steps_made: list[int]) -> None:
     """As those of the layer that made them, and once; what a draft places is not asked."""
     path = tiny_models.saved("llama2")
-    model = opened(path, "float32")
+    model = opened(path, "float32", kv_bits)
     decoder, (cache, _) = model.decoder, model.cache(RQ)
     units, tokens = np.arange(8, dtype=np.int32)[None], np.array(PROMPTS[0][:400])
     cache, _ = decoder.prefill(cache, tokens, np.arange(400), units[0], 400)

@@ -152,6 +152,8 @@ STREAMS = {
 @pytest.mark.parametrize("name", STREAMS)
 def test_standard_streams_that_are_closed_or_full_give_no_traceback(name: str, unbuffered: str) -> None:
     line, code, words = STREAMS[name]
+    if unbuffered and "--bogus" not in line:
+        line = line.replace("info", "--version")  # which loads no library
     shell = ["bash", "-c", f'"$0" -m eps_core.cli {line}', sys.executable]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(shell, capture_output=True, text=True, timeout=300, env=environment)

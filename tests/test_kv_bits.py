@@ -62,6 +62,7 @@ def test_float16_values_stay_within_its_range() -> None:
 
 @pytest.mark.parametrize("bits", FORMATS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30], ids=["NaN", "Inf", "beyond float16's scales"])
+@pytest.mark.kernels("numba")
 def test_what_no_code_can_say_is_refused_in_k_and_nan_in_v(target: tuple, bits: FormatName, bad: float) -> None:
     backend, device = target
     rng = np.random.default_rng(0)

@@ -67,10 +67,17 @@ def write(ops: Ops, pool: Pool, units: Array, offsets: Array, rows: Array) -> Ar
 def move(ops: Ops, pool: Pool, src: Sequence[Array], dst: Sequence[Array]) -> Array:
     """Copies rows from (units [N], offsets [N]) to others as they lie, codes not made again, and returns them
     [N, Hkv, D] as the pool holds them."""
-    rows = [array[src[0], :, src[1]] for array in arrays_of(pool)]
-    for array, moved in zip(arrays_of(pool), rows, strict=True):
-        array[dst[0], :, dst[1]] = moved
-    return dequantise(ops, rows[0], rows[1], pool.bits, pool.dtype) if isinstance(pool, CodePool) else rows[0]
+    for array in arrays_of(pool):
+        array[dst[0], :, dst[1]] = array[src[0], :, src[1]]
+    return rows_at(ops, pool, *dst)
+
+
+def rows_at(ops: Ops, pool: Pool, units: Array, offsets: Array) -> Array:
+    """Return the rows [N, Hkv, D] at offsets [N] of units [N], a copy."""
+    if isinstance(pool, CodePool):
+        codes, scale = (rows_at(ops, one, units, offsets) for one in arrays_of(pool))
+        return dequantise(ops, codes, scale, pool.bits, pool.dtype)
+    return pool[units, :, offsets]
 
 
 def units_of(ops: Ops, pool: Pool, units: np.ndarray, sliced: bool = True) -> Array:

@@ -259,7 +259,7 @@ def _name(config: EpsConfig) -> str:
     cache, read = config.cache_config, config.selection_config
     name = f"{cache.method}@{cache.S}"
     if cache.method_spec.coded:
-        name += f" about {cache.mean_tokens}"
+        name += f" mean {cache.mean_tokens}"
         name += f" cascade {','.join(map(str, read.cascade))}" if read.cascade else ""
         name += f" rescore {read.rescore:g}" if read.rescore else ""
         name += " bounds" if cache.rq_bounds else ""

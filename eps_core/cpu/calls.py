@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eps_core.attention.kernels import READ_BITS
 from eps_core.cpu import attend, best, threads, unit_vectors, units, vectors, write
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import PARTS, QUERY_STEPS, part_dims
@@ -18,7 +19,6 @@ from eps_core.summaries.rq import PARTS, QUERY_STEPS, part_dims
 _ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16}  # as kernels see a dtype
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
 ROWS_PER_THREAD = 1  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
-KEY_BITS = {16, 8, 4}  # of K: as they are, and the codes that kernels read
 _NO_KEYS = np.empty(0, np.float32), (0, 0, 0)  # and their strides
 _ALL_READY = threads.new_progress(0)  # lists of groups before attention
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
@@ -82,8 +82,8 @@ class Host:
         return lanes(self.show(array))
 
     def rows(self, pool: Any, dtype: str) -> tuple[Any, tuple[int, int, int]]:
-        """Return a pool of K or V as `pool_vectors` reads it, and the strides of a unit, a kv head and a token in what
-        names a row."""
+        """Return a pool of K or V as `pool_vectors` reads it and `write.put_row` writes it, and the strides of a unit,
+        a kv head and a token in what names a row."""
         if not hasattr(pool, "codes"):
             return _flat_pool(self.show(pool))
         codes, scale = self.show(pool.codes), self.show(pool.scale)
@@ -125,7 +125,7 @@ def unsupported_scoring(cache: Any, plan: StepPlan) -> str | None:
         return f"{cache_config.groups_per_span} groups to a mean, no multiple of {vectors.LANES}"
     if spec.head_dim * QUERY_STEPS >= 2**15:  # sums are int16
         return f"head dim {spec.head_dim}"
-    if plan.config.selection_config.combine == "sum" and spec.k_bits not in KEY_BITS:
+    if plan.config.selection_config.combine == "sum" and spec.k_bits not in READ_BITS:
         return f"combine sum over K in {spec.k_bits}"
     return None
 

@@ -77,12 +77,14 @@ def declare(context: Any, module: Any, called: Any, arg_types: tuple[Any, ...]) 
 
 
 def compiled_from() -> str:
-    """A hash of all that kernels come from: this folder, the summaries whose numbers they hold, the versions."""
+    """A hash of all that kernels come from: this folder, the summaries and settings whose numbers they hold, the
+    versions."""
     folder = Path(__file__).parent
     versions = numba.__version__, llvmlite.__version__, platform.python_version(), *numba_settings()
     sources = hashlib.sha256(repr(versions).encode())
-    for source in (*sorted(folder.glob("*.py")), *sorted((folder.parent / "summaries").glob("*.py"))):
-        sources.update(source.read_bytes())
+    for place in (folder, folder.parent / "summaries", folder.parent / "config"):
+        for source in sorted(place.glob("*.py")):
+            sources.update(source.read_bytes())
     return sources.hexdigest()
 
 

@@ -1,4 +1,5 @@
-"""Finalizes rq summaries on a CPU, compiled: those of a prompt in all threads, a decode step's in one.
+"""Writes K and V and finalizes rq summaries on a CPU, compiled: those of a prompt in all threads, a decode step's in
+one.
 
 No fastmath here: the order of float32 additions is part of rq's definition (oracle: `summaries.rq.build`), so that
 codes are equal bit for bit in every library.
@@ -56,9 +57,9 @@ def _put_numbers(pool, row, values):
 
 def _put_codes(most, is_packed):
     def put_codes(pool, row, values):
-        """As `eps_core.reference.codes` quantises the numbers of the cache's dtype."""
-        codes, scales, of = pool
-        head_dim, stored, largest = len(values), np.empty(1, of.dtype), np.float32(0)
+        """`put_row` for codes: those that `eps_core.reference.codes` makes of numbers in the cache's dtype."""
+        codes, scales, numbers = pool
+        head_dim, stored, largest = len(values), np.empty(1, numbers.dtype), np.float32(0)
         x = np.empty(head_dim, np.float32)
         for d in range(head_dim):
             put(stored, 0, values[d])
@@ -79,7 +80,7 @@ def _put_codes(most, is_packed):
     return put_codes
 
 
-@overload(put_row)
+@overload(put_row, jit_options={"fastmath": False, "error_model": "numpy"})  # else those of its caller
 def _put_row(pool, row, values):
     if not isinstance(pool, types.BaseTuple):
         return _put_numbers
@@ -89,19 +90,19 @@ def _put_row(pool, row, values):
 
 @kernel()
 def half_above(x):
-    """(its bits, itself as float32) of the least float16 that is at least x, which is not negative; Inf above the
-    largest one, NaN of NaN."""
+    """Return the bits of the least float16 that is at least x, a float32 that is not negative, and that number itself
+    as float32: Inf where x is above every finite one, NaN where x is NaN."""
     if not x <= 65504:
         return (0x7E00, x) if x != x else (0x7C00, np.float32(np.inf))
     exponent = max(math.frexp(x)[1], -13) if x > 0 else -13  # below 2^-14 a step is that of the numbers above it
-    steps = np.int64(math.ceil(math.ldexp(x, 11 - exponent)))  # of which 1,024 to 2,048 are in a number of 11 bits
+    steps = np.int64(math.ceil(math.ldexp(x, 11 - exponent)))  # at most 2,048, which carries into the exponent
     return ((exponent + 13) << 10) + steps, np.float32(math.ldexp(float(steps), exponent - 11))
 
 
 @kernel()
 def place_rows(progress, k_pool, v_pool, k_strides, v_strides, k, v, slots, unit_tokens, finite):
-    """Puts k, v [N, Hkv, D] to slots [N] of pools as `put_row` takes them. finite [1] becomes False where K is not. One
-    phase."""
+    """Writes k, v [N, Hkv, D] to slots [N] of pools as `put_row` takes them. finite [1] becomes False where K is not.
+    One phase."""
     tokens, kv_heads, _ = k.shape
     while True:
         n = take(progress, 0)

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.attention.kernels import Kernel
+from eps_core.attention.kernels import READ_BITS, Kernel
+from eps_core.backend import pages
 from eps_core.backend.cpu import CpuKernels, unsupported_layer
 from eps_core.cpu import calls, write
 from eps_core.cpu.kernels import FusedOutput, fused_call
@@ -85,7 +86,10 @@ class TorchKernels(CpuKernels):
         given = tuple(_memory(x.contiguous()) for x in ((k, v) if narrows else stored))
         call = self.placing(cache, layer, given, slots, self.pools(cache).flat(cache.finite[layer]))
         self.run(call.kernel, call.phases, *call.args, alone=True)
-        return stored
+        if not cache.spec.quantised:
+            return stored
+        units, offsets = (OPS.index(cache, part) for part in np.divmod(slots, cache.cache_config.unit_tokens))
+        return tuple(pages.rows_at(OPS, pool[layer], units, offsets) for pool in (cache.k, cache.v))
 
     def placing(
         self, cache: Any, layer: int, rows: Sequence[np.ndarray], slots: np.ndarray, finite: np.ndarray
@@ -141,7 +145,7 @@ class TorchKernels(CpuKernels):
 def unsupported_whole(cache: Any, layer: int, q: Any, plan: StepPlan) -> str | None:
     """Return the part of a layer that no whole step supports, in a few words, or None."""
     cache_config, spec = cache.cache_config, cache.spec
-    if not {spec.k_bits, spec.v_bits} <= calls.KEY_BITS or spec.dtype == "float16":
+    if not {spec.k_bits, spec.v_bits} <= READ_BITS or spec.dtype == "float16":
         return f"K and V in {spec.dtype}, {spec.k_bits} and {spec.v_bits} bits"
     if cache_config.has_bounds:
         return "bounds"
@@ -156,7 +160,8 @@ def is_dense(plan: StepPlan, layer: int) -> bool:
 
 
 def _unsupported_rows(cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> str | None:
-    return f"K in {cache.spec.k_bits} and V in {cache.spec.v_bits}" if cache.spec.quantised else None
+    spec = cache.spec
+    return None if {spec.k_bits, spec.v_bits} <= READ_BITS else f"K in {spec.k_bits} and V in {spec.v_bits}"
 
 
 kernels = TorchKernels()
