@@ -12,11 +12,11 @@ from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from eps_core.attention.protocol import Array
+from eps_core.config.formats import READ_BITS
 from eps_core.kv_cache.step_plan import StepPlan
 
 P = ParamSpec("P")
 R = TypeVar("R")
-READ_BITS = {16, 8, 4}  # of K and of V: uncoded, and the codes that kernels read
 
 logger = logging.getLogger("eps")
 

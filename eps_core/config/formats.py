@@ -8,6 +8,7 @@ FormatName = int | str
 KvFormats = tuple[FormatName, FormatName]  # of K and of V
 
 AS_THEY_ARE = 16  # K or V in the cache's dtype
+READ_BITS = {16, 8, 4}  # of K and of V: as they are, and the codes that kernels read
 WEIGHT_BITS = {"full": None, "8bit": 8, "4bit": 4}  # of a weight in decode steps, by what --weights calls it
 LEAST = 2.0**-126  # a row whose numbers are all below it has the scale 0: GPUs flush such numbers to 0
 SCALE_BYTES = 2  # float16, one for the codes of each (token, kv head)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eps_core.attention.kernels import READ_BITS
+from eps_core.config.formats import READ_BITS
 from eps_core.cpu import attend, best, threads, unit_vectors, units, vectors, write
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import PARTS, QUERY_STEPS, part_dims

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.attention.kernels import READ_BITS, Kernel
+from eps_core.attention.kernels import Kernel
 from eps_core.backend import pages
 from eps_core.backend.cpu import CpuKernels, unsupported_layer
+from eps_core.config.formats import READ_BITS
 from eps_core.cpu import calls, write
 from eps_core.cpu.kernels import FusedOutput, fused_call
 from eps_core.kv_cache.step_plan import StepPlan
