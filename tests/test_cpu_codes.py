@@ -12,10 +12,14 @@ from conftest import bound
 from kernel_scenes import Case, Filled, changed, query
 from test_cpu_kernels import kernels_of
 
+from eps_core.backend.pages import arrays_of
+from eps_core.config.cache import CacheSpec
+from eps_core.config.eps import EpsConfig
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, add_weighted, dots, widen_rows
 from eps_core.cpu.vectors import HEADS
 from eps_core.cpu.write import put_row
+from eps_core.load import load_backend
 from eps_core.reference import codes as oracle_codes
 from eps_core.reference import pages as oracle_pages
 
@@ -95,6 +99,24 @@ def test_codes_are_the_oracles(bits: int, dtype: str) -> None:
         np.testing.assert_array_equal(scales.view(np.float16), scale)
         np.testing.assert_array_equal(codes, want)
         np.testing.assert_array_equal(finite, np.isfinite(scale))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_bits", [(8, 4), (4, 16), (16, 8)])
+def test_a_write_leaves_what_array_operations_leave(kv_bits: tuple[int, int], dtype: str) -> None:
+    """Codes, and summaries of keys as they are stored: of a write that holds all of them, and of the last one."""
+    backend, config, found = load_backend("cuda"), EpsConfig.of(method="rq"), []
+    k, v = np.random.default_rng(0).normal(size=(2, 128, 2, 16)).astype(np.float32)
+    for kernels in ("numba", "arrays"):
+        spec = CacheSpec(1, 2, 16, 2, dtype, k_bits=kv_bits[0], v_bits=kv_bits[1])
+        cache = backend.new_cache(spec, config.cache_config, "cpu", kernels)
+        for first, last in ((0, 64), (64, 124), *((token, token + 1) for token in range(124, 128))):
+            rows = (backend.from_numpy(one[first:last], "float32", "cpu") for one in (k, v))
+            cache = backend.write_kv(cache, 0, *rows, np.arange(first, last))
+        assert cache.state[0].valid(np.arange(2)).all()
+        pools = (array for pool in (cache.k[0], cache.v[0]) for array in arrays_of(pool))
+        found.append([*pools, *cache.summaries[0].values()])
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
 
 
 def test_kernels_are_asked_for_codes_that_they_know(backend) -> None:
