@@ -83,7 +83,7 @@ def put_rows(pool, rows, finite):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_codes_are_the_oracles(bits: int, dtype: str) -> None:
-    """Of rows of every size that float32 has, the largest and least with a scale among them, NaN and Inf."""
+    """A compiled write makes the codes and scales of the reference, of rows of every size, NaN and Inf among them."""
     rng, most = np.random.default_rng(0), 127.0 if bits == 8 else 7.0
     x = (rng.normal(size=(2000, 34)) * 10.0 ** rng.integers(-45, 38, (2000, 1))).astype(np.float32)
     x[:8] = 0
@@ -120,7 +120,7 @@ def test_a_write_leaves_what_array_operations_leave(kv_bits: tuple[int, int], dt
 
 
 def test_kernels_are_asked_for_codes_that_they_know(backend) -> None:
-    """Others are read by array operations; layers write codes by array operations, scores read summaries alone."""
+    """Others are read and written by array operations; scores read summaries alone."""
     table = kernels_of(backend).table()
 
     def unsupported(one: Any, *bits: Any) -> Any:

@@ -66,9 +66,8 @@ def opened(path: Any, dtype: str, kv_bits: tuple = (16, 16)) -> Model:
 
 
 def decoded(
-    path: Any, config: EpsConfig, dtype: str, prompts: list[list[int]] = PROMPTS,
-    kv_bits: tuple = (16, 16), **settings: Any,
-) -> tuple[list[Any], Any]:  # fmt: skip
+    path: Any, config: EpsConfig, dtype: str, prompts: list = PROMPTS, kv_bits: tuple = (16, 16), **settings: Any
+) -> tuple[list[Any], Any]:
     """Records with logits of a greedy decode, and its cache."""
     run = opened(path, dtype, kv_bits).decode(prompts, config, tokens=STEPS, prefill_chunk=200, **settings)
     return run.records, run.cache

@@ -182,8 +182,6 @@ def test_nothing_is_compiled_after_the_check(kv_bits: tuple[int, int]) -> None:
     """What compiles inside a timed step makes EPS look slow, silently. In a process of its own: another test's kernels
     would be in memory."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", AFTER_THE_CHECK, json.dumps(kv_bits)],
-        capture_output=True, text=True, timeout=300, env=environment,
-    )  # fmt: skip
+    command = [sys.executable, "-c", AFTER_THE_CHECK, json.dumps(kv_bits)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0 and done.stdout == "[]\n", done.stdout + done.stderr
