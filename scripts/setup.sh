@@ -36,7 +36,8 @@ if [ ! -e "$venv/$stamp" ]; then
     cp -R pyproject.toml README.md LICENSE eps_core eps_mlx eps_cuda "$source"
     chmod -R u+w "$source"
   fi
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt $edit "$source[$extras]" >&2
+  alone "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+    $edit "$source[$extras]" >&2
   touch "$venv/$stamp"
 fi
 echo "$venv"

@@ -15,7 +15,8 @@ if [ ! -e "$stamp" ]; then
   # all that vLLM needs for text is listed: nothing is resolved, and what is built for another Torch than the CPU's is
   # left out
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile --no-deps \
-    -r tests/vllm/requirements.txt -e . >&2
+    -r tests/vllm/requirements.txt >&2
+  alone "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps -e . >&2
   # what the tests import is compiled once: their workers write no bytecode
   env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" \
     -c "import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker, numba" 2> /dev/null
