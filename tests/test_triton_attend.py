@@ -122,7 +122,7 @@ def merge_job(head_dim: int) -> Job:
     return job(attend_module.merge_kernel, {"D": head_dim, **block}, {"out": "*bf16"})
 
 
-# most bytes of shared memory, the smallest of all (consumer GPUs that run sm_80's code have 99 KiB), and what multiplies
+# most bytes of shared memory, the smallest of all (consumer GPUs that run sm_80 code have 99 KiB), and what multiplies
 LIMITS = {"cuda": (96 * 1024, "mma"), "hip": (64 * 1024, "mfma")}
 
 

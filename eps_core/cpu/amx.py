@@ -14,6 +14,7 @@ import platform
 from llvmlite import ir
 from numba.core import cgutils
 
+from eps_core.cpu.blocks import lowered_by, powers_of
 from eps_core.cpu.vectors import FEATURES, LANES, emits, f32, i8, i32, i64, repeated, vector_of
 
 STEP = 32  # rows of B that a product adds up
@@ -154,6 +155,45 @@ def split_rows(builder, rows, num_steps, num_parts, step_words, part_words, lane
                 even, odd = uppers
                 pairs = builder.or_(builder.lshr(even, repeated(16)), odd)
                 builder.store_lanes(pairs, builder.at(split, place, (part.index, part_words)))
+
+
+def _cut(builder, numbers, is_last: bool):
+    """Return (upper, rest) of vectors of float32: their upper 16 bits, rounded where nothing follows, as words whose
+    lower half is 0, and what these leave."""
+    words = builder.bitcast(numbers, vector_of(i32))
+    if is_last:
+        words = builder.add(words, repeated(0x8000))
+    upper = builder.and_(words, repeated(0xFFFF0000))
+    return upper, builder.fsub(numbers, builder.bitcast(upper, numbers.type))
+
+
+@emits()
+def weigh_pairs(builder, logits, first, lanes, scale, most, totals, keeps, weights, start):
+    """`blocks.weigh_lanes` of 32 tokens from `first` on, whose weights go, as the sum of two bfloat16, to weights
+    [2, L / 16, 16, 16, 2] uint16 from `start` on (`split_rows`), and where it `keeps` them also to logits."""
+    by, part_words = builder.broadcast(scale), builder.mul(lanes, i64(STEP))
+    total = cgutils.alloca_once(builder, vector_of(f32))
+    with builder.steps(0, lanes, LANES) as lane:
+        most_at, total_at = (builder.at(one, lane) for one in (most, totals))
+        lowered = lowered_by(builder, builder.load_lanes(most_at), by)
+        builder.store(builder.load_lanes(total_at), total)
+        with cgutils.for_range(builder, i64(STEP // 2)) as pair:
+            both = []
+            for i in range(2):
+                token = builder.total(first, (pair.index, 2), i)
+                pointer = builder.at(logits, (token, lanes), lane)
+                weight = powers_of(builder, builder.fma(builder.load_lanes(pointer), by, lowered))
+                with builder.if_then(keeps):
+                    builder.store_lanes(weight, pointer)
+                builder.store(builder.fadd(builder.load(total), weight), total)
+                both.append(weight)
+            for part in range(2):
+                cut = [_cut(builder, one, part == 1) for one in both]
+                (even, _), (odd, _) = cut
+                both = [rest for _, rest in cut]
+                place = builder.total(start, (lane, STEP), (pair.index, 2 * LANES), (part_words, part))
+                builder.store_lanes(builder.or_(builder.lshr(even, repeated(16)), odd), builder.at(weights, place))
+        builder.store_lanes(builder.load(total), total_at)
 
 
 def _turned(builder, rows, side: int):

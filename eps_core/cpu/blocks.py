@@ -11,26 +11,30 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from eps_core.cpu.vectors import LANES, PERMUTES, emits, f32, i32, i64, repeated, splat, vector_of
+from eps_core.cpu.vectors import LANES, PERMUTES, emits, f32, i64, splat, vector_of
 
 # a block of sums that stays in registers: 24 of 32 vectors of AVX-512, 8 of 16 (two to a sum) of AVX2
 BLOCK_ROWS, BLOCK_VECTORS = (8, 3) if PERMUTES else (4, 1)
-LOWEST = -127.0  # of a power of two that is not 0
+LOWEST = -126.5  # below it a power of two counts as 0
 _MAGIC = 12582912.0  # 1.5 * 2^23: what is added to it is rounded to a whole number, in its lowest bits
 
 
-def _powers(builder, x):
+def powers_of(builder, x):
     """2^x of vectors of sixteen float32 no larger than 0; 0 below -126.5; NaN stays. Relative error below 1e-7 (Cephes
     exp2f)."""
-    x = builder.select(builder.fcmp_ordered("<", x, splat(LOWEST)), splat(LOWEST), x)
+    counts = builder.fcmp_unordered(">=", x, splat(LOWEST))
+    x = builder.larger(splat(LOWEST), x)
     shifted = builder.fadd(x, splat(_MAGIC))
-    rest = builder.fsub(x, builder.fsub(shifted, splat(_MAGIC)))
-    value = splat(1.535336188319500e-4)
+    whole = builder.fsub(shifted, splat(_MAGIC))
+    rest, value = builder.fsub(x, whole), splat(1.535336188319500e-4)
     for term in (1.33988744e-3, 9.61843736e-3, 5.55033247e-2, 2.40226479e-1, 6.93147203e-1, 1.0):
         value = builder.fma(value, rest, splat(term))
-    exponent = builder.shl(builder.bitcast(shifted, vector_of(i32)), repeated(23))
-    power = builder.add(exponent, repeated(127 << 23))
-    return builder.fmul(value, builder.bitcast(power, vector_of(f32)))
+    return builder.times_power(value, whole, counts)
+
+
+def lowered_by(builder, largest, scale):
+    """Return what is added to logits times the scale: -largest * scale, 0 where nothing was seen."""
+    return builder.fneg(_base(builder, largest, scale))
 
 
 def _base(builder, largest, scale):
@@ -106,7 +110,7 @@ def raise_most(builder, logits, count, lanes, scale, most, totals, factors):
             new, old = builder.load_lanes(pointer), builder.load(largest)
             builder.store(builder.larger(new, old), largest)
         now = builder.load(largest)
-        factor = _powers(builder, builder.fsub(_base(builder, before, by), _base(builder, now, by)))
+        factor = powers_of(builder, builder.fsub(_base(builder, before, by), _base(builder, now, by)))
         # a former most of -inf stands for sums of 0
         factor = builder.select(builder.fcmp_ordered(">", before, splat(float("-inf"))), factor, splat(0.0))
         builder.store_lanes(now, most_at)
@@ -122,11 +126,11 @@ def weigh_lanes(builder, logits, first, end, lanes, scale, most, totals):
     total = cgutils.alloca_once(builder, vector_of(f32))
     with builder.steps(0, lanes, LANES) as lane:
         most_at, total_at = (builder.at(one, lane) for one in (most, totals))
-        lowered = builder.fneg(_base(builder, builder.load_lanes(most_at), by))
+        lowered = lowered_by(builder, builder.load_lanes(most_at), by)
         builder.store(builder.load_lanes(total_at), total)
         with builder.steps(first, end) as token:
             pointer = builder.at(logits, (token, lanes), lane)
-            weight = _powers(builder, builder.fma(builder.load_lanes(pointer), by, lowered))
+            weight = powers_of(builder, builder.fma(builder.load_lanes(pointer), by, lowered))
             builder.store_lanes(weight, pointer)
             builder.store(builder.fadd(builder.load(total), weight), total)
         builder.store_lanes(builder.load(total), total_at)
@@ -137,7 +141,7 @@ def powers(builder, x, count):
     """x[i] becomes 2^x[i], x no larger than 0, for i < count, a multiple of 16; 0 below -126.5."""
     with builder.steps(0, count, LANES) as start:
         pointer = builder.at(x, start)
-        builder.store_lanes(_powers(builder, builder.load_lanes(pointer)), pointer)
+        builder.store_lanes(powers_of(builder, builder.load_lanes(pointer)), pointer)
 
 
 @emits(types.uint64)

@@ -7,8 +7,8 @@ float32's. As there, tasks and tiles lie at fixed places and lanes are their own
 
 import numpy as np
 
-from eps_core.cpu.amx import STEP, begin_tiles, end_tiles, split_rows, tile_logits, tile_sums, turn_values
-from eps_core.cpu.blocks import raise_most, weigh_lanes
+from eps_core.cpu.amx import STEP, begin_tiles, end_tiles, split_rows, tile_logits, tile_sums, turn_values, weigh_pairs
+from eps_core.cpu.blocks import raise_most
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.rows import (
     add_selected,
@@ -153,15 +153,16 @@ def attend_rows(
             if first + count > first_hidden:
                 hide(logits, first, count, seen)
             raise_most(logits, count, lanes, scale, most, total, factors)
-            for i in range(0, count, 16):
-                asked_for = ask_ahead(k, v, rows, at, asked_for, 12, head_dim)
-                weigh_lanes(logits, i, min(i + 16, count), lanes, scale, most, total)
+            logits[count * lanes : padded * lanes] = -np.inf
+            for i in range(0, padded, STEP):
+                asked_for = ask_ahead(k, v, rows, at, asked_for, 24, head_dim)
+                weigh_pairs(
+                    logits, i, lanes, scale, most, total, listing, weights, i * 2 * lanes
+                )  # fmt: skip
             if listing:
                 add_selected(
                     logits, first, count, size, num_rows, repeat, lanes, flat_selected, visits, factors, share
                 )  # fmt: skip
-            logits[count * lanes : padded * lanes] = 0
-            split_rows(logits, padded // STEP, 2, 2 * STEP * lanes, STEP * lanes, lanes, weights)
             whole = count == padded and first + count <= first_hidden
             if not whole:
                 copy_clean(v, rows, at, count, padded, first, first_hidden, head_dim, seen, own, copy)

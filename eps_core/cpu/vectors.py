@@ -202,18 +202,24 @@ class Code(ir.IRBuilder):
     def exp(self, x):
         """exp of sixteen float32, 0 below -87 (and -inf); NaN stays. Relative error below 2e-7 (Cephes expf)."""
         whole = self.call_floats("floor", self.fma(x, splat(1.4426950408889634), splat(0.5)))
-        whole = self.call_floats("maxnum", whole, splat(-126.0))
-        whole = self.call_floats("minnum", whole, splat(127.0))
+        whole = self.larger(splat(-126.0), whole)
+        whole = self.select(self.fcmp_ordered("<", splat(127.0), whole), splat(127.0), whole)
         rest = self.fma(whole, splat(-0.693359375), x)
         rest = self.fma(whole, splat(2.12194440e-4), rest)
         value = splat(1.9875691500e-4)
         for term in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
             value = self.fma(value, rest, splat(term))
         value = self.fma(value, self.fmul(rest, rest), self.fadd(rest, splat(1.0)))
+        return self.times_power(value, whole, self.fcmp_unordered(">=", x, splat(-87.0)))
+
+    def times_power(self, value, whole, counts):
+        """value * 2^whole, sixteen float32, whole numbers from -126 to 127; 0 where it does not count."""
+        if PERMUTES:
+            operands = value, whole, splat(0.0), self.bitcast(counts, i16), i32(4)  # rounded as everything else
+            return self.call_named("llvm.x86.avx512.mask.scalef.ps.512", value.type, *operands)
         exponent = self.add(self.fptosi(whole, vector_of(i32)), repeated(127))
         power = self.bitcast(self.shl(exponent, repeated(23)), vector_of(f32))
-        vanishes = self.fcmp_ordered("<", x, splat(-87.0))
-        return self.select(vanishes, splat(0.0), self.fmul(value, power))
+        return self.select(counts, self.fmul(value, power), splat(0.0))
 
     def log(self, x):
         """log of sixteen float32 from 1 on. Error below 2e-7 (Cephes logf)."""
