@@ -14,8 +14,16 @@ from test_cpu_kernels import kernels_of
 from eps_core import reference
 from eps_core.cpu import amx, rows_amx
 from eps_core.cpu import rows as portable
+from eps_core.cpu.blocks import powers
+from eps_core.cpu.compile import kernel
 from eps_core.kv_cache.rows import Rows
 from eps_core.load import load_backend
+
+
+@kernel()
+def powers_of_all(x):
+    powers(x, len(x))
+
 
 # what tile registers take: bfloat16, whole steps of 32 channels, units of whole tiles
 TILED = [
@@ -177,3 +185,13 @@ def test_pools_of_engines(tiles, monkeypatch) -> None:
         strided = replace(filled.cache, k=[base[..., :dim]], v=[base[..., dim:]])
         for one, other in zip(attend(strided, q, rows), want, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_powers_of_two_vanish_below_their_limit_and_nan_stays():
+    odd = [0, -1, -126, -126.5, -126.6, -127, -1e30, -np.inf, np.nan]
+    x = np.array([*odd, *np.random.default_rng(0).uniform(-126, 0, 1024 - len(odd))], np.float32)
+    found = x.copy()
+    powers_of_all(found)
+    assert np.isnan(found[8]) and (found[4:8] == 0).all() and (found[[0, 1, 2]] == [1, 0.5, 2.0**-126]).all()
+    there = np.r_[0:4, 9 : len(x)]
+    np.testing.assert_allclose(found[there], np.exp2(x[there].astype(np.float64)), rtol=1.2e-7, atol=2.0**-149)
