@@ -36,8 +36,8 @@ begin() {
 took() { echo "== $1: $(($(date +%s) - started)) s so far" >&2; }
 
 # alone COMMAND...: runs it while no other script installs this checkout, as two would write over each other's metadata.
-# Without flock, as on Macs, nothing is installed side by side.
+# Without flock, as on Macs, nothing keeps them apart.
 alone() {
   if ! command -v flock > /dev/null; then "$@"; return; fi
-  flock "${TMPDIR:-/tmp}/eps-install-$(pwd -P | cksum | cut -d' ' -f1)" "$@"
+  flock "${TMPDIR:-/tmp}/eps-install-$(id -u)-$(pwd -P | cksum | cut -d' ' -f1)" "$@"
 }

@@ -26,7 +26,7 @@ if [ ! -e "$venv/$stamp" ]; then
     echo "error: $("$python" --version) is too old: EPS needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2
     exit 2
   }
-  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip --version > /dev/null 2>&1 || "$python" -m venv "$venv"
   echo "installing eigenpage[$extras] into $venv ..." >&2
   if [ -w . ]; then
     edit=-e

@@ -10,7 +10,7 @@ venv=${EPS_KVPRESS_VENV:-$PWD/.venv-kvpress}
 stamp=$venv/.installed-$(cksum < tests/kvpress/requirements.txt | cut -d' ' -f1)
 if [ ! -e "$stamp" ]; then
   python=${PYTHON:-python3}
-  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip --version > /dev/null 2>&1 || "$python" -m venv "$venv"
   echo "installing kvpress into $venv ..." >&2
   # all that kvpress needs is listed: nothing is resolved, and what is built for another Torch than the CPU's is left
   # out

