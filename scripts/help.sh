@@ -41,3 +41,17 @@ alone() {
   if ! command -v flock > /dev/null; then "$@"; return; fi
   flock "${TMPDIR:-/tmp}/eps-install-$(id -u)-$(pwd -P | cksum | cut -d' ' -f1)" "$@"
 }
+
+# start_engines: begins to make the environments of kvpress, vLLM and SGLang beside what follows, each on one core; they
+# end with the script, until await_engines has waited for them.
+start_engines() {
+  set -m  # a process group of its own
+  (scripts/setup_kvpress.sh & failed=; scripts/test_sglang.sh --install || failed=yes; wait $! && [ -z "$failed" ]) >&2 &
+  installing=$!
+  set +m
+  trap 'kill -- "-$installing" 2> /dev/null || true' EXIT
+}
+await_engines() {
+  wait "$installing" || echo "an environment is missing: tried again later" >&2
+  trap - EXIT
+}

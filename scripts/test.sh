@@ -16,13 +16,9 @@ case ${1:-} in
   --rest | --all) tier=${1#--}; shift ;;
 esac
 vllm=
-if [ $# = 0 ] && [ "$tier" != default ]; then  # installations side by side: each keeps one core busy
+if [ $# = 0 ] && [ "$tier" != default ]; then
   vllm=yes
-  set -m  # a process group of its own, which ends with this script
-  (scripts/setup_kvpress.sh >&2 & failed=; scripts/test_sglang.sh --install || failed=yes; wait $! && [ -z "$failed" ]) &
-  installing=$!
-  set +m
-  trap 'kill -- "-$installing" 2> /dev/null || true' EXIT
+  start_engines
 fi
 venv=$(scripts/setup.sh mlx,cuda,dev)
 if [ "$tier" != rest ]; then
@@ -31,8 +27,7 @@ if [ "$tier" != rest ]; then
   "$venv/bin/mypy"
 fi
 if [ -n "$vllm" ]; then
-  wait "$installing" || echo "an environment is missing: tried again later" >&2
-  trap - EXIT
+  await_engines
 fi
 # one thread a worker: more only fight over the cores; worksteal: a file's tests stay together, so that what they share
 # (models, compiled kernels) is made once

@@ -14,7 +14,7 @@ import platform
 from llvmlite import ir
 from numba.core import cgutils
 
-from eps_core.cpu.blocks import lowered_by, powers_of
+from eps_core.cpu.blocks import base_of, powers_of
 from eps_core.cpu.vectors import FEATURES, LANES, emits, f32, i8, i32, i64, repeated, vector_of
 
 STEP = 32  # rows of B that a product adds up
@@ -127,13 +127,25 @@ def tile_sums(builder, values, weights, num_steps, first, head_dim, lanes, sums)
     _columns(builder, lanes, block)
 
 
+def _cut(builder, both, rounding):
+    """Return (pairs, rests) of two vectors of words of float32: their upper 16 bits, after `rounding` is added, side by
+    side, and the words of what a bfloat16 no larger in size leaves of each."""
+    uppers, rests = [], []
+    for one in both:
+        words = builder.add(one, rounding)
+        upper = builder.and_(words, repeated(0xFFFF0000))
+        rest = builder.fsub(*(builder.bitcast(x, vector_of(f32)) for x in (words, upper)))
+        uppers.append(upper)
+        rests.append(builder.bitcast(rest, upper.type))
+    return builder.or_(builder.lshr(uppers[0], repeated(16)), uppers[1]), rests
+
+
 @emits()
 def split_rows(builder, rows, num_steps, num_parts, step_words, part_words, lanes, split):
     """Rows of 32 num_steps x L float32 as the sum of num_parts bfloat16, in pairs: what step s and part p have,
     [L / 16, 16, 16, 2] uint16, begins at split[s step_words + p part_words]. All parts but the last are cut off, the
     last is rounded: 16 bits of two, 24 of three."""
     kept = [cgutils.alloca_once(builder, vector_of(i32)) for _ in range(2)]
-    upper_half = repeated(0xFFFF0000)
     last = builder.sub(num_parts, i64(1))
     with cgutils.for_range(builder, num_steps) as step, cgutils.for_range(builder, i64(STEP // 2)) as pair:
         first = builder.total((step.index, STEP), (pair.index, 2))
@@ -144,27 +156,10 @@ def split_rows(builder, rows, num_steps, num_parts, step_words, part_words, lane
             place = builder.total((step.index, step_words), (lane, STEP), (pair.index, 2 * LANES))
             with cgutils.for_range(builder, num_parts) as part:
                 rounding = builder.select(builder.icmp_signed("==", part.index, last), i32(0x8000), i32(0))
-                rounding, uppers = builder.broadcast(rounding), []
-                for one in kept:
-                    words = builder.add(builder.load(one), rounding)
-                    upper = builder.and_(words, upper_half)
-                    # what a bfloat16 no larger in size leaves
-                    rest = builder.fsub(*(builder.bitcast(x, vector_of(f32)) for x in (words, upper)))
-                    builder.store(builder.bitcast(rest, upper.type), one)
-                    uppers.append(upper)
-                even, odd = uppers
-                pairs = builder.or_(builder.lshr(even, repeated(16)), odd)
+                pairs, rests = _cut(builder, [builder.load(one) for one in kept], builder.broadcast(rounding))
+                for one, rest in zip(kept, rests, strict=True):
+                    builder.store(rest, one)
                 builder.store_lanes(pairs, builder.at(split, place, (part.index, part_words)))
-
-
-def _cut(builder, numbers, is_last: bool):
-    """Return (upper, rest) of vectors of float32: their upper 16 bits, rounded where nothing follows, as words whose
-    lower half is 0, and what these leave."""
-    words = builder.bitcast(numbers, vector_of(i32))
-    if is_last:
-        words = builder.add(words, repeated(0x8000))
-    upper = builder.and_(words, repeated(0xFFFF0000))
-    return upper, builder.fsub(numbers, builder.bitcast(upper, numbers.type))
 
 
 @emits()
@@ -175,7 +170,7 @@ def weigh_pairs(builder, logits, first, lanes, scale, most, totals, keeps, weigh
     total = cgutils.alloca_once(builder, vector_of(f32))
     with builder.steps(0, lanes, LANES) as lane:
         most_at, total_at = (builder.at(one, lane) for one in (most, totals))
-        lowered = lowered_by(builder, builder.load_lanes(most_at), by)
+        lowered = builder.fneg(base_of(builder, builder.load_lanes(most_at), by))
         builder.store(builder.load_lanes(total_at), total)
         with cgutils.for_range(builder, i64(STEP // 2)) as pair:
             both = []
@@ -186,13 +181,11 @@ def weigh_pairs(builder, logits, first, lanes, scale, most, totals, keeps, weigh
                 with builder.if_then(keeps):
                     builder.store_lanes(weight, pointer)
                 builder.store(builder.fadd(builder.load(total), weight), total)
-                both.append(weight)
-            for part in range(2):
-                cut = [_cut(builder, one, part == 1) for one in both]
-                (even, _), (odd, _) = cut
-                both = [rest for _, rest in cut]
+                both.append(builder.bitcast(weight, vector_of(i32)))
+            for part, rounding in enumerate((0, 0x8000)):
+                pairs, both = _cut(builder, both, repeated(rounding))
                 place = builder.total(start, (lane, STEP), (pair.index, 2 * LANES), (part_words, part))
-                builder.store_lanes(builder.or_(builder.lshr(even, repeated(16)), odd), builder.at(weights, place))
+                builder.store_lanes(pairs, builder.at(weights, place))
         builder.store_lanes(builder.load(total), total_at)
 
 

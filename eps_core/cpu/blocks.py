@@ -32,12 +32,7 @@ def powers_of(builder, x):
     return builder.times_power(value, whole, counts)
 
 
-def lowered_by(builder, largest, scale):
-    """Return what is added to logits times the scale: -largest * scale, 0 where nothing was seen."""
-    return builder.fneg(_base(builder, largest, scale))
-
-
-def _base(builder, largest, scale):
+def base_of(builder, largest, scale):
     """Return the number that logits are lowered by: largest * scale, 0 where nothing was seen."""
     seen = builder.fcmp_ordered(">", largest, splat(float("-inf")))
     return builder.select(seen, builder.fmul(largest, scale), splat(0.0))
@@ -110,7 +105,7 @@ def raise_most(builder, logits, count, lanes, scale, most, totals, factors):
             new, old = builder.load_lanes(pointer), builder.load(largest)
             builder.store(builder.larger(new, old), largest)
         now = builder.load(largest)
-        factor = powers_of(builder, builder.fsub(_base(builder, before, by), _base(builder, now, by)))
+        factor = powers_of(builder, builder.fsub(base_of(builder, before, by), base_of(builder, now, by)))
         # a former most of -inf stands for sums of 0
         factor = builder.select(builder.fcmp_ordered(">", before, splat(float("-inf"))), factor, splat(0.0))
         builder.store_lanes(now, most_at)
@@ -126,7 +121,7 @@ def weigh_lanes(builder, logits, first, end, lanes, scale, most, totals):
     total = cgutils.alloca_once(builder, vector_of(f32))
     with builder.steps(0, lanes, LANES) as lane:
         most_at, total_at = (builder.at(one, lane) for one in (most, totals))
-        lowered = lowered_by(builder, builder.load_lanes(most_at), by)
+        lowered = builder.fneg(base_of(builder, builder.load_lanes(most_at), by))
         builder.store(builder.load_lanes(total_at), total)
         with builder.steps(first, end) as token:
             pointer = builder.at(logits, (token, lanes), lane)

@@ -156,9 +156,7 @@ def attend_rows(
             logits[count * lanes : padded * lanes] = -np.inf
             for i in range(0, padded, STEP):
                 asked_for = ask_ahead(k, v, rows, at, asked_for, 24, head_dim)
-                weigh_pairs(
-                    logits, i, lanes, scale, most, total, listing, weights, i * 2 * lanes
-                )  # fmt: skip
+                weigh_pairs(logits, i, lanes, scale, most, total, listing, weights, i * 2 * lanes)
             if listing:
                 add_selected(
                     logits, first, count, size, num_rows, repeat, lanes, flat_selected, visits, factors, share
