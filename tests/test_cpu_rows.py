@@ -187,6 +187,17 @@ def test_pools_of_engines(tiles, monkeypatch) -> None:
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("tiles", [pytest.param(True, marks=needs_tiles), False], ids=["tiles", "portable"])
+def test_weights_are_rounded_to_either_side(tiles, monkeypatch) -> None:
+    """Values of 1 give a mean of 1: what is cut off of every weight would show."""
+    eps_cuda = load_backend("cuda")
+    filled, rng = filled_of(eps_cuda, TILED[0]), np.random.default_rng(2)
+    filled.cache.v[0] = filled.cache.v[0] * 0 + 1
+    attend, rows = Chosen(eps_cuda, tiles, monkeypatch), filled.rows()
+    q = rng.normal(size=(rows.total, TILED[0].num_heads, TILED[0].head_dim)).astype(np.float32)
+    assert abs(attend(filled.cache, q, rows)[0].mean(dtype=np.float64) - 1) < 5e-7
+
+
 def test_powers_of_two_vanish_below_their_limit_and_nan_stays():
     odd = [0, -1, -126, -126.5, -126.6, -127, -1e30, -np.inf, np.nan]
     x = np.array([*odd, *np.random.default_rng(0).uniform(-126, 0, 1024 - len(odd))], np.float32)
