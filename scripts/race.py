@@ -5,9 +5,10 @@ number of threads, 16-bit K and V. llama.cpp has flash attention on; transformer
 float32 and bfloat16. All hold their caches at once; rounds of a few greedy steps are interleaved in a rotated order.
 A step of verified decoding is a round's time over its tokens.
 
-Time to first token is that of the whole prompt, once; beyond --prefill-up-to, transformers takes the K and V of EPS
-instead, and llama.cpp still reads the prompt. With --batch 8 every sequence holds the same prompt, and with --ragged
-the last is whole and the others are shorter, down to a quarter; llama.cpp takes no part in batches.
+Time to first token is that of the whole prompt, a median of --prefills in turns, of llama.cpp once; beyond
+--prefill-up-to, transformers takes the K and V of EPS instead, and llama.cpp still reads the prompt. With --batch 8
+every sequence holds the same prompt, and with --ragged the last is whole and the others are shorter, down to a quarter;
+llama.cpp takes no part in batches.
 
     python scripts/race.py --model DIR --context 4096,8000 --llama-python PYTHON -o results/race.jsonl
     python scripts/race.py --table -o results/race.jsonl
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +134,7 @@ def run_eps(
     written, seconds = [], None
     if prefix is None:
         start = time.perf_counter()
-        sequence, cache = prefill(session.decoder, cache, pool, prompts[0][:-1], 512)
+        sequence, cache = prefill(session.decoder, cache, pool, prompts[0][:-1])
         written.append(sequence)
     for prompt in prompts[len(written) :]:
         length = len(prompt) - 1
@@ -160,6 +162,26 @@ def run_eps(
         return times
 
     return seconds, steps
+
+
+def prefill_in_turns(
+    opened: dict[str, Callable[[], Contestant]], times: int, report: Callable[[int, int], None]
+) -> tuple[dict[str, Contestant], dict[str, list[float]]]:
+    """Open all contestants, those whose first token is timed `times` times, in turns, but llama.cpp. Return each as it
+    was opened last, and the seconds to its first tokens."""
+    runners: dict[str, Contestant] = {}
+    firsts: dict[str, list[float]] = {}
+    for turn in range(times):
+        for name, run in opened.items():
+            if turn and (name not in firsts or name.startswith("llama.cpp")):
+                continue
+            runners.pop(name, None)  # whose cache would lie beside the new one
+            runners[name] = run()
+            seconds = runners[name][0]
+            if seconds is not None:
+                firsts.setdefault(name, []).append(round(seconds, 3))
+            report(turn * len(opened) + len(runners), times * len(opened))
+    return runners, firsts
 
 
 def lengths_of(context: int, batch: int, ragged: bool) -> list[int]:
@@ -208,8 +230,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             (first, least), (last, most) = known[0], known[-1]
             slope = f"{1e3 * (most - least) / (last - first):.2f}" if last > first else "-"
             firsts = [at[context]["first_token_s"] if context in at else None for context in contexts]
-            cells = ["-" if one is None else f"{one:.1f}" for one in ms]
-            lines.append([runner, *cells, slope, *("-" if one is None else f"{one:.1f}" for one in firsts)])
+            seconds = [None if one is None else np.median(one) for one in firsts]
+            cells = ["-" if one is None else f"{one:.1f}" for one in (*ms, *seconds)]
+            lines.append([runner, *cells[: len(ms)], slope, *cells[len(ms) :]])
         words = "" if batch == 1 else f", {batch} sequences{' of a quarter of it to all' if ragged else ''}"
         parts.append(f"{model}{words}:\n\n{markdown_table(head, lines)}")
     return "\n\n".join(parts)
@@ -223,6 +246,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 @click.option("--rounds", type=click.IntRange(min=2), default=7, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Steps of each round.")
 @click.option("--prefill-up-to", type=click.IntRange(min=1), default=8192, show_default=True, help="Tokens.")
+@click.option("--prefills", type=click.IntRange(min=1), default=3, show_default=True, help="Times a prompt is timed.")
 @click.option("--llama-python", help="Interpreter with llama-cpp-python; without, llama.cpp takes no part.")
 @click.option("--gguf", type=click.Path(exists=True, dir_okay=False), help="A further GGUF file of the model to race.")
 @click.option("--runner", "only", multiple=True, help="The name of one that takes part; repeatable. Without, all do.")
@@ -230,7 +254,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="JSONL; rows are appended.")
 def main(
     model: Path | None, context: str, batch: int, ragged: bool, rounds: int, steps: int, prefill_up_to: int,
-    llama_python: str | None, gguf: str | None, only: tuple[str, ...], table_only: bool, output: Path,
+    prefills: int, llama_python: str | None, gguf: str | None, only: tuple[str, ...], table_only: bool, output: Path,
 ) -> None:  # fmt: skip
     if table_only:
         print(table(rows_of(output, "race")))
@@ -267,6 +291,7 @@ def main(
             compare(llama, model, text[:CHECK_TOKENS], about)
         asked = {
             "context": contexts, "batch": batch, "ragged": ragged, "rounds": rounds, "steps": steps, "runners": chosen,
+            "prefills": prefills,
         }  # fmt: skip
         writer.write({
             "type": "run", **provenance(versions), "device_name": host.host_name(), "threads": threads,
@@ -276,7 +301,7 @@ def main(
         for tokens in contexts:
             prompts = [text[:length] for length in lengths_of(tokens, batch, ragged)]
             timed = batch == 1 and tokens <= prefill_up_to
-            runners: dict[str, Contestant] = {}
+            opened: dict[str, Callable[[], Contestant]] = {}
             with Progress("prefill:", "runners") as progress:
                 prefix = session.prefix(prompts[0][:-1])
                 assert session.exponents is not None
@@ -287,22 +312,19 @@ def main(
                         continue
                     first = timed and weights == "full" and not verify
                     own = None if first else prefix
-                    runners[name] = run_eps(session, config, prompts, room, weights, verify, own)
-                    progress(len(runners), len(chosen))
+                    opened[name] = partial(run_eps, session, config, prompts, room, weights, verify, own)
                 for name, peer in models.items():
-                    filled = None if timed else unbalanced
-                    runners[name] = run_transformers(peer, prompts, filled)
-                    progress(len(runners), len(chosen))
+                    opened[name] = partial(run_transformers, peer, prompts, None if timed else unbalanced)
                 for name, (llama, about) in files.items():
-                    runners[name] = run_llama(llama, prompts[0], about)
-                    progress(len(runners), len(chosen))
+                    opened[name] = partial(run_llama, llama, prompts[0], about)
+                runners, firsts = prefill_in_turns(opened, prefills, progress)
             found = race({name: one[1] for name, one in runners.items()}, rounds, steps)
             for name, times in found.items():
                 writer.write({
                     "type": "race", "model": model.name, "runner": name, "context_tokens": tokens, "batch": batch,
-                    "ragged": ragged, "step_ms": [round(one, 3) for one in times], "first_token_s": runners[name][0],
+                    "ragged": ragged, "step_ms": [round(one, 3) for one in times], "first_token_s": firsts.get(name),
                 })  # fmt: skip
-            runners.clear()
+            runners.clear(), opened.clear()
     print(table([row for row in rows_of(output, "race") if row["model"] == model.name and row["batch"] == batch]))
 
 

@@ -218,7 +218,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         kernels_of(backend).table().attend_fused(s.cache, 0, s.native, s.plan)
         backend.skipped_mass(scores, selection)
     read = {"score_units", "select_topk", "attend", "skipped_mass", "score_and_read"}
-    assert kernels == read | {"place_rows", "turn_means", "encode_units"}
+    assert kernels == read | {"place_rows", "build_units"}
 
 
 def test_a_thread_waits_for_tasks_in_other_hands_and_a_prompt_is_given_to_all(monkeypatch):
@@ -235,8 +235,8 @@ def test_a_thread_waits_for_tasks_in_other_hands_and_a_prompt_is_given_to_all(mo
     cache = backend.new_cache(CacheSpec(1, 2, 64, 4, "bfloat16"), config, "cpu", "numba")
     k = backend.from_numpy(np.random.default_rng(0).normal(size=(256, 2, 64)), "bfloat16", "cpu")
     backend.write_kv(cache, 0, k, k, np.arange(256))
-    writers = {name: calls_made[name] for name in ("place_rows", "turn_means", "encode_units")}
-    assert not any(writers[name][2] for name in ("turn_means", "encode_units"))
+    writers = {name: calls_made[name] for name in ("place_rows", "build_units")}
+    assert not writers["build_units"][2]
     for kernel, args, _, tasks in writers.values():
         progress = threads_cpu.new_progress(1)
         progress[0, threads_cpu._TAKEN] = 1

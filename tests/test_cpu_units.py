@@ -15,6 +15,7 @@ from eps_core.cpu import best, unit_queries, unit_vectors
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.vectors import masses_by_mask
+from eps_core.cpu.write import half_of
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import QUERY_STEPS, rq_signs
 
@@ -194,6 +195,24 @@ def test_seals_are_bit_equal(backend, config, head_dim):
         own, right = backend.to_numpy(got[name]), backend.to_numpy(array)
         assert own.dtype == right.dtype and own.shape == right.shape
         assert (own == right).all(), name
+
+
+def test_a_number_between_two_of_float16():
+    below = np.random.default_rng(0).integers(0, 0x7C00, 500).astype(np.uint16)
+    exact = np.concatenate([below, [0, 1, 0x3FF, 0x400, 0x7BFE]]).astype(np.uint16)
+    first, second = (bits.view(np.float16).astype(np.float32) for bits in (exact, exact + 1))
+    middle = (first + second) / 2
+    x = np.concatenate([first, middle, *(np.nextafter(y, np.float32(to)) for y in (first, middle) for to in (0, 1e9))])
+    x = np.concatenate([np.abs(x), np.float32([65504, 65510, 65519.996, 65520, 65536, 3e38, np.inf, 1e-45])])
+    with np.errstate(over="ignore"):
+        nearest = x.astype(np.float16)
+    least = np.where(nearest >= x, nearest, (nearest.view(np.uint16) + 1).astype(np.uint16).view(np.float16))
+    for rounds_up, wanted in ((False, nearest), (True, least)):
+        found = [half_of(value, rounds_up) for value in x]
+        assert [bits for bits, _ in found] == wanted.view(np.uint16).tolist()
+        assert [number for _, number in found] == wanted.tolist()
+        bits, number = half_of(np.float32(np.nan), rounds_up)
+        assert np.isnan(np.uint16(bits).view(np.float16)) and np.isnan(number)
 
 
 def test_overwritten_units_have_no_estimate():

@@ -25,6 +25,23 @@ def test_each_round_begins_with_another_runner() -> None:
     assert found == {"a": [pytest.approx(2.0)] * 3, "b": [pytest.approx(10.0)] * 3}
 
 
+def test_prompts_are_timed_in_turns() -> None:
+    order: list[str] = []
+
+    def opened(name: str, seconds: float | None) -> Callable:
+        def run() -> race.Contestant:
+            order.append(name)
+            return None if seconds is None else seconds + len(order), lambda number: [float(len(order))] * number
+
+        return run
+
+    seconds = {"a": 1.0, "given": None, "b": 2.0, "llama.cpp x": 3.0}
+    runners, firsts = race.prefill_in_turns({name: opened(name, one) for name, one in seconds.items()}, 3, max)
+    assert order == ["a", "given", "b", "llama.cpp x", "a", "b", "a", "b"]
+    assert firsts == {"a": [2.0, 6.0, 8.0], "b": [5.0, 8.0, 10.0], "llama.cpp x": [7.0]}
+    assert set(runners) == set(seconds) and runners["a"][0] == 8.0
+
+
 def test_lengths_of_a_ragged_batch() -> None:
     assert race.lengths_of(4096, 8, False) == [4096] * 8 and race.lengths_of(100, 1, True) == [100]
     ragged = race.lengths_of(32768, 8, True)
@@ -34,12 +51,12 @@ def test_lengths_of_a_ragged_batch() -> None:
 def test_table_by_hand() -> None:
     row = {"model": "m", "batch": 1, "ragged": False, "first_token_s": 2.0}
     rows = [
-        {**row, "runner": "EPS", "context_tokens": 1000, "step_ms": [1.0, 3.0, 9.0]},
+        {**row, "runner": "EPS", "context_tokens": 1000, "step_ms": [1.0, 3.0, 9.0], "first_token_s": [5.0, 1.0, 4.0]},
         {**row, "runner": "EPS", "context_tokens": 3000, "step_ms": [4.0], "first_token_s": None},
         {**row, "runner": "other", "context_tokens": 3000, "step_ms": [8.0, 10.0], "batch": 8, "ragged": True},
     ]
     text = race.table(rows)
-    assert "| EPS | 3.0 | 4.0 | 0.50 | 2.0 | - |" in text
+    assert "| EPS | 3.0 | 4.0 | 0.50 | 4.0 | - |" in text
     assert "m, 8 sequences of a quarter of it to all:" in text and "| other | 9.0 | - | 2.0 |" in text
 
 

@@ -9,7 +9,6 @@ import numpy as np
 from eps_core.attention.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
 from eps_core.attention.protocol import Array, FusedRead, RowsRead, Scores, Selection, State
 from eps_core.backend.ops import Ops
-from eps_core.backend.summaries.rq import stored_means
 from eps_core.config.cache import CacheConfig
 from eps_core.cpu import calls, kernels, write
 from eps_core.cpu.calls import Call, Chosen, Host
@@ -121,15 +120,12 @@ class CpuKernels:
 
     def build_summary(self, cache_config: CacheConfig, constants: dict[str, Array], k: Array) -> dict[str, Array]:
         """See `summaries.table.build_summary`: k [F, Hkv, U, D] of units of U tokens."""
-        ops, keys = self.ops, self.host(self.ops.float32(k))
-        turned, mean = write.unit_means(keys, cache_config.S, self.host(constants["signs"]), self.run)
-        fields, stored = stored_means(ops, self.array(mean))
-        summary = write.build_units(
-            turned, self.host(stored), part_dims(cache_config, keys.shape[-1]), cache_config.second_bit, self.run
+        keys = self.host(self.ops.float32(k.swapaxes(1, 2)))
+        dims = part_dims(cache_config, keys.shape[-1])
+        fields = write.build(
+            keys, cache_config.S, self.host(constants["signs"]), dims, cache_config.second_bit, self.run
         )
-        arrays = {name: self.array(array) for name, array in summary.items()}
-        in_bytes = (name for name, array in summary.items() if array.dtype == np.float32)
-        return arrays | {name: ops.to_byte(ops.near16(arrays[name])) for name in in_bytes} | fields
+        return {name: self.array(field) for name, field in fields.items()}
 
     def table(self, settle: Callable[[], None] | None = None) -> KernelTable:
         return KernelTable(

@@ -43,6 +43,7 @@ from eps_core.cli.source import (
     weights_option,
 )
 from eps_core.cli.speculative import speculative_of, speculative_options
+from eps_core.decode.prompts import PREFILL_CHUNK
 from eps_core.decode.sampling import RULES as DRAW_RULES
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import DISTRIBUTION, ConfigError, fault_line
@@ -120,7 +121,7 @@ def cli() -> None:
     "--sample-by", heading=DECODING, type=click.Choice(DRAW_RULES), default=DRAW_RULES[0],
     help="Sampling: Gumbel noise, or cdf: inverse-CDF sampling (legacy).",
 )  # fmt: skip
-@option("--prefill-chunk", heading=DECODING, type=TOKENS, default=512, help="Tokens of a prefill chunk.")
+@option("--prefill-chunk", heading=DECODING, type=TOKENS, default=PREFILL_CHUNK, help="Tokens of a prefill chunk.")
 @option(
     "--cache-dir",
     heading=DECODING,

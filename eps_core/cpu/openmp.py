@@ -143,7 +143,7 @@ _PACKERS: dict[Any, Callable[..., int]] = {
     for kernel in (
         units.score_units, best.select_topk, attend.attend, attend.skipped_mass, rows.attend_rows,
         rows_amx.attend_rows, fused.score_and_read, layer.before_attention, layer.after_attention, layer.head,
-        write.place_rows, write.turn_means, write.encode_units,
+        write.place_rows, write.build_units,
     )
 }  # fmt: skip
 

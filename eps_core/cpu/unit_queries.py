@@ -4,7 +4,7 @@ import numpy as np
 
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.unit_vectors import SCANS, SHUFFLES, WORD, WORD_TABLE
-from eps_core.cpu.vectors import HEADS
+from eps_core.cpu.vectors import HEADS, LANES
 from eps_core.cpu.write import rotate
 from eps_core.summaries.rq import QUERY_STEPS
 
@@ -56,10 +56,14 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, words, turned, factors
     of the whole code and of the rescoring bits."""
     head_dim = q.shape[1]
     integers = np.empty((HEADS, head_dim), np.int8)
+    columns = np.zeros(head_dim * LANES, np.float32)
     for r in range(HEADS):
         for d in range(head_dim):
-            turned[r, d] = q[r, d] * shrink
-        rotate(turned[r].reshape(-1, 1), signs, blocks, block_scales)
+            columns[d * LANES + r] = q[r, d] * shrink
+    rotate(columns, signs, blocks, block_scales)
+    for r in range(HEADS):
+        for d in range(head_dim):
+            turned[r, d] = columns[d * LANES + r]
         step, many = rounded_query(turned[r], integers[r]), 0
         for part in range(len(dims)):
             many += dims[part]

@@ -15,14 +15,13 @@ from eps_core.attention.stats import StepOutput
 from eps_core.config.eps import EpsConfig
 from eps_core.config.selection import SelectionConfig
 from eps_core.decode.forward import Decoder
+from eps_core.decode.prompts import PREFILL_CHUNK
 from eps_core.decode.sampling import Sampling, draw
 from eps_core.errors import ConfigError
 from eps_core.kv_cache.pool import PagePool
 from eps_core.kv_cache.pool import Sequence as PagedSequence
 from eps_core.metrics.rounds import RoundRecord
 from eps_core.metrics.steps import AUDIT_FACTOR, StepRecord, audit_step, step_record
-
-PREFILL_CHUNK = 512  # tokens
 
 
 def generate(

@@ -1,6 +1,7 @@
 """The attention of one layer in every kind of pass: over everything, which EPS reads sparsely, or over a sliding
 window, which is dense. The cache keeps all keys and values of both; a window reads the last of them."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,9 +67,13 @@ class WindowLayer(FullLayer):
 
     def chunk(self, cache: Any, q: Array, table: np.ndarray, length: int) -> Array:
         k, v = self.backend.read_kv(cache, self.layer, table, length)
-        first = max(len(k) - len(q) - self.window + 1, 0)
-        ages = (len(k) - len(q) + np.arange(len(q)))[:, None] - np.arange(first, len(k))
-        return self.backend.attend_chunk(cache, q, k[first:], v[first:], (ages >= 0) & (ages < self.window))
+        out = q * 1
+        for start in range(0, len(q), self.window):  # more queries at a time read more keys that none of them sees
+            rows, begin = q[start : start + self.window], length - len(q) + start
+            seen = slice(max(begin - self.window + 1, 0), begin + len(rows))
+            mask = _within(self.window, len(rows), begin - seen.start)
+            out[start : start + len(rows)] = self.backend.attend_chunk(cache, rows, k[seen], v[seen], mask)
+        return out
 
     def dense(self, cache: Any, q: Array, plan: StepPlan) -> Array:
         unit, out = cache.cache_config.unit_tokens, q * 1
@@ -118,6 +123,13 @@ class WindowLayer(FullLayer):
             ("window", self.window),
             lambda: StepPlan.dense(cache.cache_config, plan.table, np.minimum(plan.lengths, self.window)),
         )
+
+
+@functools.lru_cache(maxsize=4)  # all layers and most chunks ask for one
+def _within(window: int, num_rows: int, num_before: int) -> np.ndarray:
+    """Which of `num_before` tokens and the rows themselves, [N, before + N] bool, each row has in its window."""
+    ages = np.arange(num_before, num_before + num_rows)[:, None] - np.arange(num_before + num_rows)
+    return (ages >= 0) & (ages < window)
 
 
 def _one_by_one(cache: Any, rows: Rows) -> StepPlan:

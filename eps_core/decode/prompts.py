@@ -7,6 +7,8 @@ from typing import Any
 from eps_core.errors import ConfigError, require
 from eps_core.io import inputs, records
 
+PREFILL_CHUNK = 2048  # tokens of a prompt that pass through the layers together
+
 
 def prompt_texts(prompt: str | Path, max_context: int, keep_newline: bool = False) -> list[str]:
     """Return a prompt's text. Of a path it is what the file holds, no more of it than `max_context` tokens could be,

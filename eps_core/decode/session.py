@@ -25,7 +25,7 @@ from eps_core.decode.generate import generate, prefill
 from eps_core.decode.kernel_check import disagreement, rows_disagreement
 from eps_core.decode.observe import Watcher
 from eps_core.decode.prefix import Prefix
-from eps_core.decode.prompts import encode_prompts
+from eps_core.decode.prompts import PREFILL_CHUNK, encode_prompts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.stored import StoredPrompts, check_folder, stored_prompts
 from eps_core.decode.verified import verified
@@ -329,7 +329,7 @@ class Session:
     def prefix(
         self,
         tokens: Sequence[int],
-        prefill_chunk: int = 2048,
+        prefill_chunk: int = PREFILL_CHUNK,
         observed: Watcher | None = None,
         report: Callable[[int, int], None] = lambda done, total: None,
     ) -> Prefix:

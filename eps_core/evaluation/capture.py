@@ -36,7 +36,6 @@ from eps_core.tasks.corpus import corpus_or_text
 Size = Annotated[int, Between(1, 2**40)]
 FORMAT_VERSION = 1
 METADATA_KEY = "eps_capture"
-PREFILL_CHUNK = 512  # tokens
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def record(
     backend, decoder, num_steps = session.backend, session.decoder, len(tokens) - context_tokens
     cache, pool = session.cache(config.cache_config, len(tokens))
     with terminal.Progress("text: prefill", "tokens") as progress:
-        sequence, cache = prefill(decoder, cache, pool, tokens[:context_tokens], PREFILL_CHUNK, progress)
+        sequence, cache = prefill(decoder, cache, pool, tokens[:context_tokens], report=progress)
     taken: dict[int, list[np.ndarray]] = {layer: [] for layer in layers}
 
     def tap(layer: int, q: Array) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, KvFormats
 from eps_core.config.speculative import SpeculativeConfig
+from eps_core.decode.prompts import PREFILL_CHUNK
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import require
@@ -36,7 +37,7 @@ class RunRequest:
     dtype: str = "auto"
     kv_dtype: str = "auto"
     kv_bits: KvFormats = EXACT
-    prefill_chunk: int = 512
+    prefill_chunk: int = PREFILL_CHUNK
     pool_tokens: int | None = None
     baseline: bool = True
     kl: bool = False

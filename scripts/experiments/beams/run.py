@@ -34,7 +34,6 @@ from eps_core.kv_cache.pool import PagePool
 from eps_core.kv_cache.pool import Sequence as PagedSequence
 from eps_core.metrics.steps import StepRecord, log_softmax, step_record, summarise
 
-PREFILL_CHUNK = 512
 LENGTH_ALPHA = 1.0  # of the length that a text's score is divided by
 
 
@@ -100,7 +99,7 @@ def search(
     live: list[_Beam] = []
     try:
         for index, prompt in enumerate(prompts):
-            sequence, cache = prefill(decoder, cache, pool, prompt[:-1], PREFILL_CHUNK)
+            sequence, cache = prefill(decoder, cache, pool, prompt[:-1])
             live.append(_Beam(index, sequence, Hypothesis([], 0.0)))
         for step in range(max_new_tokens):
             if not live:
