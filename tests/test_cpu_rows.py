@@ -198,6 +198,31 @@ def test_weights_are_rounded_to_either_side(tiles, monkeypatch) -> None:
     assert abs(attend(filled.cache, q, rows)[0].mean(dtype=np.float64) - 1) < 5e-7
 
 
+@needs_tiles
+def test_weights_of_one_part_are_those_of_a_prompt_in_bfloat16(backend, monkeypatch) -> None:
+    """Each has 8 bits, rounded to either side; queries of more, and rows that are verified, keep 16."""
+    case, seen = TILED[1], []
+    filled, rng, kernels = filled_of(backend, case), np.random.default_rng(2), kernels_of(backend)
+    run = kernels.run
+    monkeypatch.setattr(kernels, "run", lambda kernel, *args, **more: (seen.append(args), run(kernel, *args, **more)))
+    q, rows, table = query(case, rng), filled.rows(), filled.table[0]
+    for dtype, parts, weight_parts in (("bfloat16", 1, 1), ("float32", 3, 2)):
+        native = backend.from_numpy(q, dtype, "cpu")
+        out = backend.to_numpy(kernels.attend_prefill(filled.cache, 0, native, table, case.lengths[0]))
+        assert seen[-1][2:4] == (parts, weight_parts)
+        read = kernels.attend_rows(filled.cache, 0, native, rows, weight_parts=weight_parts)
+        np.testing.assert_allclose(out, backend.to_numpy(read.out), rtol=2.0**-7, atol=2.0**-9)
+    assert kernels.attend_rows(filled.cache, 0, backend.from_numpy(q, "bfloat16", "cpu"), rows) and seen[-1][3] == 2
+    native, values = backend.from_numpy(q, "float32", "cpu"), np.abs(backend.to_numpy(filled.cache.v[0])).max()
+    one, two = (kernels.attend_rows(filled.cache, 0, native, rows, weight_parts=parts) for parts in (1, 2))
+    apart = np.abs(backend.to_numpy(one.out) - backend.to_numpy(two.out)).max()
+    assert 2.0**-14 * values < apart < 2.0**-8 * values
+    np.testing.assert_array_equal(backend.to_numpy(one.lse), backend.to_numpy(two.lse))
+    filled.cache.v[0] = filled.cache.v[0] * 0 + 1
+    out = backend.to_numpy(kernels.attend_rows(filled.cache, 0, native, rows, weight_parts=1).out)
+    assert abs(out.mean(dtype=np.float64) - 1) < 2.0**-12
+
+
 def test_powers_of_two_vanish_below_their_limit_and_nan_stays():
     odd = [0, -1, -126, -126.5, -126.6, -127, -1e30, -np.inf, np.nan]
     x = np.array([*odd, *np.random.default_rng(0).uniform(-126, 0, 1024 - len(odd))], np.float32)

@@ -93,11 +93,15 @@ class CpuKernels:
         if not len(q) <= length <= held:
             raise ValueError(f"{len(q)} tokens of {length} in a table of {held}")
         block_rows = max(kernels.PREFILL_LANES * cache.spec.num_kv_heads // q.shape[1], 1)
+        about = {
+            "task_tokens": kernels.PREFILL_TASK_TOKENS,
+            "weight_parts": 1 if q.dtype == self.ops.dtypes["bfloat16"] else 2,
+        }
         outs = []
         for start in range(0, len(q), kernels.PREFILL_ROWS):
             piece = q[start : start + kernels.PREFILL_ROWS]
             rows = Rows.in_blocks(table, length - len(q) + start + len(piece), len(piece), block_rows)
-            outs.append(self.attend_rows(cache, layer, piece, rows, task_tokens=kernels.PREFILL_TASK_TOKENS).out)
+            outs.append(self.attend_rows(cache, layer, piece, rows, **about).out)
         return outs[0] if len(outs) == 1 else self.ops.concatenate(outs)
 
     def attend_rows(

@@ -93,10 +93,10 @@ def tile_logits(builder, keys, first, second, stride, queries, num_parts, head_d
 
 
 @emits()
-def tile_sums(builder, values, weights, num_steps, first, head_dim, lanes, sums):
+def tile_sums(builder, values, weights, num_parts, num_steps, first, head_dim, lanes, sums):
     """sums[c L + l] += value of token t in channel c . weight of t in lane l, for 32 channels from `first` on, over 32
     num_steps tokens: values [steps, D, 32] uint16 as `turn_values` leaves them, weights [steps, 2, L / 16, 16, 16, 2]
-    as `split_rows` does."""
+    as `weigh_pairs` does."""
     row_step, part_words = builder.mul(lanes, i64(4)), builder.mul(lanes, i64(STEP))
 
     def block(lane, columns: int):
@@ -112,8 +112,8 @@ def tile_sums(builder, values, weights, num_steps, first, head_dim, lanes, sums)
             for half in range(2):
                 pointer = builder.at(values, words, half * _TILE_WORDS)
                 _tile(builder, "tileloadd64", 4 + half, pointer, i64(64))
-            for part in range(2):
-                words = builder.mul(builder.total((step.index, 2), part), part_words)
+            with cgutils.for_range(builder, num_parts) as part:
+                words = builder.mul(builder.total((step.index, 2), part.index), part_words)
                 words = builder.total(words, (lane, STEP))
                 for j in range(columns):
                     pointer = builder.at(weights, words, j * _TILE_WORDS)
@@ -163,11 +163,13 @@ def split_rows(builder, rows, num_steps, num_parts, step_words, part_words, lane
 
 
 @emits()
-def weigh_pairs(builder, logits, first, lanes, scale, most, totals, keeps, weights, start):
-    """`blocks.weigh_lanes` of 32 tokens from `first` on, whose weights go, as the sum of two bfloat16, to weights
-    [2, L / 16, 16, 16, 2] uint16 from `start` on (`split_rows`), and where it `keeps` them also to logits."""
+def weigh_pairs(builder, logits, first, lanes, scale, most, totals, keeps, num_parts, weights, start):
+    """`blocks.weigh_lanes` of 32 tokens from `first` on, whose weights go, as the sum of one bfloat16 or of two, to
+    weights [2, L / 16, 16, 16, 2] uint16 from `start` on (`split_rows`), and where it `keeps` them also to logits."""
     by, part_words = builder.broadcast(scale), builder.mul(lanes, i64(STEP))
     total = cgutils.alloca_once(builder, vector_of(f32))
+    is_split = builder.icmp_signed("==", num_parts, i64(2))
+    first_rounding = builder.select(is_split, i32(0), i32(0x8000))
     with builder.steps(0, lanes, LANES) as lane:
         most_at, total_at = (builder.at(one, lane) for one in (most, totals))
         lowered = builder.fneg(base_of(builder, builder.load_lanes(most_at), by))
@@ -182,10 +184,12 @@ def weigh_pairs(builder, logits, first, lanes, scale, most, totals, keeps, weigh
                     builder.store_lanes(weight, pointer)
                 builder.store(builder.fadd(builder.load(total), weight), total)
                 both.append(builder.bitcast(weight, vector_of(i32)))
-            for part, rounding in enumerate((0, 0x8000)):
-                pairs, both = _cut(builder, both, repeated(rounding))
-                place = builder.total(start, (lane, STEP), (pair.index, 2 * LANES), (part_words, part))
-                builder.store_lanes(pairs, builder.at(weights, place))
+            place = builder.at(weights, builder.total(start, (lane, STEP), (pair.index, 2 * LANES)))
+            pairs, rests = _cut(builder, both, builder.broadcast(first_rounding))
+            builder.store_lanes(pairs, place)
+            with builder.if_then(is_split):
+                pairs, _ = _cut(builder, rests, repeated(0x8000))
+                builder.store_lanes(pairs, builder.at(place, part_words))
         builder.store_lanes(builder.load(total), total_at)
 
 

@@ -62,10 +62,11 @@ def fused_call(
 
 def attend_rows(
     cache: Any, layer: int, q: np.ndarray, is_short: bool, rows: Rows, selected_mask: np.ndarray | None, host: Host,
-    run: Run, task_tokens: int = ROWS_TASK_TOKENS,
+    run: Run, task_tokens: int = ROWS_TASK_TOKENS, weight_parts: int = 2,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
     """The fields of `RowsRead` for q [T, Hq, D] float32, contiguous, of bfloat16 numbers where it `is_short`, visit
-    [T, Hkv, G] bool. A task takes about `task_tokens` tokens of K and V."""
+    [T, Hkv, G] bool. A task takes about `task_tokens` tokens of K and V. On tile registers
+    softmax weights are the sum of weight_parts bfloat16."""
     cache_config, spec = cache.cache_config, cache.spec
     kv_heads, unit_tokens = spec.num_kv_heads, cache_config.unit_tokens
     _, num_heads, head_dim = q.shape
@@ -92,7 +93,7 @@ def attend_rows(
         out, lse, selected_lse,
     )  # fmt: skip
     if tiled:
-        run(rows_amx.attend_rows, 3, q, parts, k, v, k_strides, *about)
+        run(rows_amx.attend_rows, 3, q, parts, weight_parts, k, v, k_strides, *about)
     else:
         run(portable.attend_rows, 3, q, k, v, k_strides, v_strides, *about)
     return out, lse, None if selected_mask is None else selected_lse

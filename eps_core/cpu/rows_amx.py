@@ -2,7 +2,8 @@
 
 Keys are multiplied where they lie, values are turned once a tile for all lanes. Queries are the sum of as many bfloat16
 parts as hold them (three for float32), softmax weights of two (16 bits), so that results are as near to exact ones as
-float32's. As there, tasks and tiles lie at fixed places and lanes are their own: a row's bits are its own, too.
+float32's; or of one, as in Torch's own attention, where results of a prompt are rounded to bfloat16 anyway. As there,
+tasks and tiles lie at fixed places and lanes are their own: a row's bits are its own, too.
 """
 
 import numpy as np
@@ -84,10 +85,11 @@ def scale_sums(sums, factors):
 
 @kernel()
 def attend_rows(
-    progress, q, parts, k, v, strides, table, lengths, first_rows, unit_tokens, size, per_task, starts, slots, places,
-    selected_mask, queries, largest, totals, selected, sums, out, lse, selected_lse,
+    progress, q, parts, weight_parts, k, v, strides, table, lengths, first_rows, unit_tokens, size, per_task, starts,
+    slots, places, selected_mask, queries, largest, totals, selected, sums, out, lse, selected_lse,
 ):  # fmt: skip
-    """`rows.attend_rows`, with k, v uint16, queries uint16 of `parts` times the size, and `parts` of a query."""
+    """`rows.attend_rows`, with k, v uint16, queries uint16 of `parts` times the size, `parts` of a query and
+    weight_parts, one or two, of a weight."""
     num_heads, head_dim = q.shape[1:]
     pairs, kv_heads = len(starts) - 1, (len(starts) - 1) // len(lengths)
     repeat = num_heads // kv_heads
@@ -156,7 +158,9 @@ def attend_rows(
             logits[count * lanes : padded * lanes] = -np.inf
             for i in range(0, padded, STEP):
                 asked_for = ask_ahead(k, v, rows, at, asked_for, 24, head_dim)
-                weigh_pairs(logits, i, lanes, scale, most, total, listing, weights, i * 2 * lanes)
+                weigh_pairs(
+                    logits, i, lanes, scale, most, total, listing, weight_parts, weights, i * 2 * lanes
+                )  # fmt: skip
             if listing:
                 add_selected(
                     logits, first, count, size, num_rows, repeat, lanes, flat_selected, visits, factors, share
@@ -173,7 +177,7 @@ def attend_rows(
             scale_sums(own, factors)
             for c in range(0, head_dim, STEP):
                 asked_for = ask_ahead(k, v, rows, at, asked_for, 16, head_dim)
-                tile_sums(turned, weights, padded // STEP, c, head_dim, lanes, own)
+                tile_sums(turned, weights, weight_parts, padded // STEP, c, head_dim, lanes, own)
         finish(progress, 1)
     end_tiles()
     wait(progress, 1, starts[-1])

@@ -339,7 +339,7 @@ def build(
     parts = [np.empty((*lead, split, groups), np.uint8), *(np.empty((*lead, groups, one), np.uint8) for one in others)]
     # of two parts the second is the rest; a kernel is given three
     empty = [np.empty((*lead, groups, 0), np.uint8)] * (3 - len(parts))
-    fields = {
+    fields: dict[str, np.ndarray] = {
         "mean": np.empty((*lead, head_dim), np.uint8),
         "mean_scale": np.empty(lead, np.uint16),
         "scale": np.empty((*lead, groups), np.uint8),
