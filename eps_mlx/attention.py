@@ -24,6 +24,7 @@ State = tuple[mx.array, mx.array]
 
 # Tokens of dense attention converted to float32 at a time on a CPU, so that they stay in its cache; changes speed only
 CPU_PIECE_TOKENS = 1024
+MOST_LOGITS = 2**28  # of dense attention at a time: where MLX has no fused kernel it makes all of them
 
 
 def attend(cache: Cache, layer: int, q: mx.array, plan: StepPlan, selection: Selection | None) -> State:
@@ -137,6 +138,11 @@ def _attend_ragged(
 def attend_chunk(cache: Cache, q: mx.array, k: mx.array, v: mx.array, seen: np.ndarray | None = None) -> mx.array:
     """Dense attention of a prefill chunk: q [N, Hq, D] are the last N of the T tokens of k, v [T, Hkv, D], each over
     itself and all before it, or over those of `seen` [N, T] bool (host), at least one."""
+    rows = max(MOST_LOGITS // (q.shape[1] * len(k)), 1)
+    if seen is None and len(q) > rows:
+        pieces = (slice(start, min(start + rows, len(q))) for start in range(0, len(q), rows))
+        ends = ((piece, len(k) - len(q) + piece.stop) for piece in pieces)
+        return mx.concatenate([attend_chunk(cache, q[piece], k[:end], v[:end]) for piece, end in ends])
     wide = q.dtype if k.dtype == q.dtype else mx.float32
     q, k, v, dtype = q.astype(wide), k.astype(wide), v.astype(wide), q.dtype
     with mx.stream(cache.stream):

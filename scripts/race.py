@@ -167,8 +167,8 @@ def run_eps(
 def prefill_in_turns(
     opened: dict[str, Callable[[], Contestant]], times: int, report: Callable[[int, int], None]
 ) -> tuple[dict[str, Contestant], dict[str, list[float]]]:
-    """Open all contestants, those whose first token is timed `times` times, in turns, but llama.cpp. Return each as it
-    was opened last, and the seconds to its first tokens."""
+    """Open every contestant. Those that time a first token are opened `times` times, in turns; llama.cpp once. Return
+    each as it was opened last, and the seconds to its first tokens."""
     runners: dict[str, Contestant] = {}
     firsts: dict[str, list[float]] = {}
     for turn in range(times):
@@ -180,8 +180,9 @@ def prefill_in_turns(
             seconds = runners[name][0]
             if seconds is not None:
                 firsts.setdefault(name, []).append(round(seconds, 3))
-            report(turn * len(opened) + len(runners), times * len(opened))
-    return runners, firsts
+            report(turn * len(opened) + list(opened).index(name) + 1, times * len(opened))
+    report(times * len(opened), times * len(opened))
+    return {name: runners[name] for name in opened}, firsts
 
 
 def lengths_of(context: int, batch: int, ragged: bool) -> list[int]:
@@ -192,7 +193,7 @@ def lengths_of(context: int, batch: int, ragged: bool) -> list[int]:
 def race(runners: dict[str, Steps], rounds: int, steps: int) -> dict[str, list[float]]:
     """Median ms of a step by runner and round, interleaved; each round begins with another runner."""
     found: dict[str, list[float]] = {name: [] for name in runners}
-    for run in runners.values():
+    for run in runners.values() if rounds else ():
         run(WARM_UP)
     names = list(runners)
     for number in range(rounds):
@@ -221,18 +222,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     parts = []
     for (model, batch, ragged), runners in groups.items():
         contexts = sorted({context for one in runners.values() for context in one})
+        stepped = any(row["step_ms"] for one in runners.values() for row in one.values())
         head = ["runner", *(f"ms at {context:,}" for context in contexts), "ms a further 1,000 tokens"]
-        head += [f"first token at {context:,}, s" for context in contexts]
+        head = [*(head if stepped else head[:1]), *(f"first token at {context:,}, s" for context in contexts)]
         lines = []
         for runner, at in runners.items():
-            ms = [np.median(at[context]["step_ms"]) if context in at else None for context in contexts]
-            known = [(context, one) for context, one in zip(contexts, ms, strict=True) if one is not None]
-            (first, least), (last, most) = known[0], known[-1]
-            slope = f"{1e3 * (most - least) / (last - first):.2f}" if last > first else "-"
-            firsts = [at[context]["first_token_s"] if context in at else None for context in contexts]
-            seconds = [None if one is None else np.median(one) for one in firsts]
-            cells = ["-" if one is None else f"{one:.1f}" for one in (*ms, *seconds)]
-            lines.append([runner, *cells[: len(ms)], slope, *cells[len(ms) :]])
+            ms, firsts = (
+                [np.median(at[context][name]) if context in at and at[context][name] else None for context in contexts]
+                for name in ("step_ms", "first_token_s")
+            )
+            cells = [["-" if one is None else f"{one:.1f}" for one in some] for some in (ms, firsts)]
+            known, slope = [(context, one) for context, one in zip(contexts, ms, strict=True) if one is not None], "-"
+            if len(known) > 1:
+                (first, least), (last, most) = known[0], known[-1]
+                slope = f"{1e3 * (most - least) / (last - first):.2f}"
+            lines.append([runner, *((*cells[0], slope) if stepped else ()), *cells[1]])
         words = "" if batch == 1 else f", {batch} sequences{' of a quarter of it to all' if ragged else ''}"
         parts.append(f"{model}{words}:\n\n{markdown_table(head, lines)}")
     return "\n\n".join(parts)
@@ -243,7 +247,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 @click.option("--context", default="4096,8000", show_default=True, help="Tokens of the prompt; commas.")
 @click.option("--batch", type=click.IntRange(1, 64), default=1, show_default=True)
 @click.option("--ragged", is_flag=True, help="Prompts of a quarter of the context to all of it.")
-@click.option("--rounds", type=click.IntRange(min=2), default=7, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=0), default=7, show_default=True, help="Of steps; 0: prompts alone.")
 @click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Steps of each round.")
 @click.option("--prefill-up-to", type=click.IntRange(min=1), default=8192, show_default=True, help="Tokens.")
 @click.option("--prefills", type=click.IntRange(min=1), default=3, show_default=True, help="Times a prompt is timed.")
@@ -324,7 +328,8 @@ def main(
                     "type": "race", "model": model.name, "runner": name, "context_tokens": tokens, "batch": batch,
                     "ragged": ragged, "step_ms": [round(one, 3) for one in times], "first_token_s": firsts.get(name),
                 })  # fmt: skip
-            runners.clear(), opened.clear()
+            runners.clear()
+            opened.clear()
     print(table([row for row in rows_of(output, "race") if row["model"] == model.name and row["batch"] == batch]))
 
 

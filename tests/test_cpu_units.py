@@ -177,7 +177,8 @@ def test_masses_of_what_a_mask_takes_and_leaves():
 @pytest.mark.parametrize("config, head_dim", [
     (eps("rq", mean_tokens=64, cascade=(0.25,)), 128),
     (eps("rq", mean_tokens=32, cascade=(0.5, 0.25)), 64),
-    (eps("rq", mean_tokens=64), 80), (eps("rq", mean_tokens=64, rescore=0.0), 33),
+    (eps("rq", mean_tokens=64), 80), (eps("rq", mean_tokens=64, group_size=1), 96),
+    (eps("rq", mean_tokens=64, rescore=0.0), 33),
     (eps("rq", mean_tokens=32, group_size=8), 20), (eps("rq", mean_tokens=32, group_size=1, cascade=(0.3,)), 32),
 ], ids=str)  # fmt: skip
 def test_seals_are_bit_equal(backend, config, head_dim):
@@ -187,7 +188,8 @@ def test_seals_are_bit_equal(backend, config, head_dim):
     k[0], k[1], k[2:5] = 0, k[1, :, :1], k[2:5] * np.float32([1e5, 1e-6, 1e-3])[:, None, None, None]
     constants = {"signs": backend.from_numpy(rq_signs(0, head_dim), "float32", "cpu")}
     keys = backend.from_numpy(k, "float32", "cpu")
-    got = kernels_of(backend).build_summary(cache_config, constants, keys)
+    build = kernels_of(backend).build_summary
+    got, alone = build(cache_config, constants, keys), build(cache_config, constants, keys[6:7])
     ops = importlib.import_module(f"{backend.__name__}.ops").OPS
     wanted = build_summary(ops, cache_config, constants, keys)
     assert set(got) == set(wanted)
@@ -195,6 +197,19 @@ def test_seals_are_bit_equal(backend, config, head_dim):
         own, right = backend.to_numpy(got[name]), backend.to_numpy(array)
         assert own.dtype == right.dtype and own.shape == right.shape
         assert (own == right).all(), name
+        assert (backend.to_numpy(alone[name]) == own[6:7]).all(), name
+
+
+def test_a_mean_that_is_no_number_has_no_scale(backend):
+    """Of blocks that are rotated by themselves, one alone may overflow."""
+    cache_config = eps("rq", mean_tokens=64).cache_config
+    k = np.random.default_rng(0).normal(size=(2, 1, 64, 96)).astype(np.float32)
+    k[1, ..., 3] = np.nan
+    k[1, ..., 7] = 3e38
+    constants = {"signs": backend.from_numpy(rq_signs(0, 96), "float32", "cpu")}
+    made = kernels_of(backend).build_summary(cache_config, constants, backend.from_numpy(k, "float32", "cpu"))
+    assert (backend.to_numpy(made["mean_scale"])[:, 0] > 0).tolist() == [True, False]
+    assert (backend.to_numpy(made["mean"])[1] == 128).all()
 
 
 def test_a_number_between_two_of_float16():

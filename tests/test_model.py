@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -207,6 +208,22 @@ def test_a_cpu_that_widens_bfloat16_multiplies_many_rows_in_float32(
     assert torch.equal(eps_cuda.attend_chunk(None, q, k, v), wide.bfloat16())
     few = model.linear(x[:1], weight, None)  # the weight is read as it is
     assert few.dtype == torch.bfloat16 and torch.allclose(few.float(), product[:1], rtol=1e-2, atol=1e-2)
+
+
+def test_a_long_prompt_is_attended_in_pieces_in_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    from eps_mlx import attention
+
+    rng, cache = np.random.default_rng(0), SimpleNamespace(stream=attention.mx.cpu)
+    q, k, v = (attention.mx.array(rng.normal(size=(n, h, 16)).astype(np.float32)) for n, h in ((20, 4), *[(33, 2)] * 2))
+    whole, calls = attention.attend_chunk(cache, q, k, v), []
+    attend = attention.mx.fast.scaled_dot_product_attention
+    monkeypatch.setattr(
+        attention.mx.fast, "scaled_dot_product_attention",
+        lambda q, *args, **more: (calls.append(q.shape[2]), attend(q, *args, **more))[1],
+    )  # fmt: skip
+    monkeypatch.setattr(attention, "MOST_LOGITS", 7 * 4 * 33)
+    np.testing.assert_allclose(attention.attend_chunk(cache, q, k, v), whole, rtol=1e-5, atol=1e-6)
+    assert calls == [7, 7, 6]
 
 
 def test_nan_in_keys_is_named(target: tuple, saved: Callable, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def test_each_round_begins_with_another_runner() -> None:
     found = race.race({"a": runner("a", [0.001, 0.003, 0.002]), "b": runner("b", [0.01] * 3)}, 3, 3)
     assert order == ["a2", "b2", "a3", "b3", "b3", "a3", "a3", "b3"]
     assert found == {"a": [pytest.approx(2.0)] * 3, "b": [pytest.approx(10.0)] * 3}
+    assert race.race({"a": runner("a", [])}, 0, 3) == {"a": []} and len(order) == 8
 
 
 def test_prompts_are_timed_in_turns() -> None:
@@ -39,7 +40,7 @@ def test_prompts_are_timed_in_turns() -> None:
     runners, firsts = race.prefill_in_turns({name: opened(name, one) for name, one in seconds.items()}, 3, max)
     assert order == ["a", "given", "b", "llama.cpp x", "a", "b", "a", "b"]
     assert firsts == {"a": [2.0, 6.0, 8.0], "b": [5.0, 8.0, 10.0], "llama.cpp x": [7.0]}
-    assert set(runners) == set(seconds) and runners["a"][0] == 8.0
+    assert list(runners) == list(seconds) and runners["a"][0] == 8.0
 
 
 def test_lengths_of_a_ragged_batch() -> None:
@@ -57,6 +58,9 @@ def test_table_by_hand() -> None:
     ]
     text = race.table(rows)
     assert "| EPS | 3.0 | 4.0 | 0.50 | 4.0 | - |" in text
+    prompts = [{**one, "step_ms": [], "model": "p"} for one in rows[:2]]
+    assert "p:\n\n| runner | first token at 1,000, s | first token at 3,000, s |" in race.table([*rows, *prompts])
+    assert "| EPS | 4.0 | - |" in race.table(prompts)
     assert "m, 8 sequences of a quarter of it to all:" in text and "| other | 9.0 | - | 2.0 |" in text
 
 

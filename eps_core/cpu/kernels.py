@@ -65,8 +65,8 @@ def attend_rows(
     run: Run, task_tokens: int = ROWS_TASK_TOKENS, weight_parts: int = 2,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
     """The fields of `RowsRead` for q [T, Hq, D] float32, contiguous, of bfloat16 numbers where it `is_short`, visit
-    [T, Hkv, G] bool. A task takes about `task_tokens` tokens of K and V. On tile registers
-    softmax weights are the sum of weight_parts bfloat16."""
+    [T, Hkv, G] bool. A task takes about `task_tokens` tokens of K and V. On tile registers, and there alone, softmax
+    weights are the sum of weight_parts bfloat16, one or two."""
     cache_config, spec = cache.cache_config, cache.spec
     kv_heads, unit_tokens = spec.num_kv_heads, cache_config.unit_tokens
     _, num_heads, head_dim = q.shape

@@ -2,8 +2,8 @@
 
 Keys are multiplied where they lie, values are turned once a tile for all lanes. Queries are the sum of as many bfloat16
 parts as hold them (three for float32), softmax weights of two (16 bits), so that results are as near to exact ones as
-float32's; or of one, as in Torch's own attention, where results of a prompt are rounded to bfloat16 anyway. As there,
-tasks and tiles lie at fixed places and lanes are their own: a row's bits are its own, too.
+float32's. Prompts in bfloat16 ask for one part of a weight, as Torch's own attention has it: their results are rounded
+to bfloat16 anyway. As there, tasks and tiles lie at fixed places and lanes are their own: so are a row's bits.
 """
 
 import numpy as np

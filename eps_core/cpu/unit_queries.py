@@ -16,7 +16,7 @@ def rounded_query(turned, integers):
     largest = np.float32(0)
     for d in range(len(turned)):
         size = abs(turned[d])
-        largest = size if not size <= largest else largest  # NaN stays
+        largest = largest if largest > size or largest != largest else size  # NaN stays
     step = largest / np.float32(QUERY_STEPS)
     for d in range(len(turned)):
         whole = np.rint(turned[d] / step) if step > 0 and step < np.inf else np.float32(0)

@@ -83,8 +83,9 @@ def _put_row(pool, row, values):
 
 @kernel()
 def half_of(x, rounds_up):
-    """Return the bits of a float16, and the number itself as float32, for x, a float32 that is not negative: the least
-    that is at least x, or the nearest, of two the even one. Inf where x is above every finite one, NaN where x is."""
+    """Return the bits of a float16, and the number itself as float32, for x, a float32 that is not negative: of the
+    least that is at least x where it `rounds_up`, else of the nearest, of two the even one. Inf where x is above every
+    finite one, NaN where x is."""
     if not x < 65520:  # where the nearest is no longer the largest
         return (0x7E00, x) if x != x else (0x7C00, np.float32(np.inf))
     if x < 2.0**-14:  # multiples of the least one
@@ -120,8 +121,8 @@ def place_rows(progress, k_pool, v_pool, k_strides, v_strides, k, v, slots, unit
 
 @emits()
 def turn_rows(builder, rows, places, target, start, count, step):
-    """target[start + c step + r] = rows[places[r] + c], float32, for sixteen rows r and `count` columns c, a multiple
-    of four."""
+    """target[start + c step + r] = rows[places[r] + c], float32, for sixteen rows r, places [16], and `count` columns
+    c, a multiple of four."""
     own = [builder.at(rows, builder.load(builder.at(places, r))) for r in range(LANES)]
     with builder.steps(0, count, 4) as column:
         turned = builder.transposed([builder.at(row, column) for row in own], 4)
@@ -229,12 +230,12 @@ def _encode_lanes(builder, x, head_dim, step, with_second, codes, sums):
 
 @kernel()
 def _mean_codes(mu, codes, stored):
-    """`mean_codes` of mu [D]: codes [D] become what is stored of them, stored [D] what that is worth. Returns the bits
-    of the scale."""
+    """Fills codes [D] with the bytes of `mean_codes` of mu, of which the first D count, and stored [D] with the numbers
+    that they stand for. Returns the bits of the float16 scale."""
     largest, most = np.float32(0), np.float32(MEAN_MOST)
     for d in range(len(stored)):
         size = abs(mu[d])
-        largest = size if not size <= largest else largest  # NaN stays
+        largest = largest if largest > size or largest != largest else size  # NaN stays
     bits, scale = half_of(largest / most * np.float32(1 + 2.0**-10) + np.float32(2.0**-24), False)
     if not (largest > 0 and scale < np.inf):
         bits, scale = 0, np.float32(0)
@@ -247,7 +248,8 @@ def _mean_codes(mu, codes, stored):
 
 @kernel()
 def _scale_byte(energy, product):
-    """Return `to_byte` of the scale of codes: of energy over product, 0 where that is not positive."""
+    """Return `to_byte` of the scale of codes: energy over product, 0 where the product is not positive. What is not
+    finite counts as the largest scale."""
     if not product > 0:
         return 0
     scale = energy / product
@@ -262,7 +264,7 @@ def build_units(
     """Fills the fields of `rq` of F spans with keys [F U Hkv D] float32, in N groups of `size` tokens: the parts of
     the codes, three, [F, Hkv, bytes, N] of the first and [F, Hkv, N, bytes] of the others; mean [F, Hkv, D]; mean_scale
     [F, Hkv], bits; scale [F, Hkv, N]; second [F, Hkv, N, bytes] and second_scale [F, Hkv, N], unless they are empty.
-    One phase."""
+    Head dims are filled up with zeros to a multiple of LANES. One phase."""
     spans, kv_heads, head_dim = mean.shape
     groups, num_bytes, with_second = scale.shape[2], (head_dim + 7) // 8, len(second) > 0
     passes, width = (groups + LANES - 1) // LANES, (head_dim + LANES - 1) // LANES * LANES

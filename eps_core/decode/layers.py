@@ -125,9 +125,10 @@ class WindowLayer(FullLayer):
         )
 
 
-@functools.lru_cache(maxsize=4)  # all layers and most chunks ask for one
+@functools.lru_cache(maxsize=1)  # all layers and most chunks ask for one
 def _within(window: int, num_rows: int, num_before: int) -> np.ndarray:
-    """Which of `num_before` tokens and the rows themselves, [N, before + N] bool, each row has in its window."""
+    """Return which of `num_before` tokens and of the N rows themselves each row has in its window, [N, before + N]
+    bool. Shared: nobody may write to it."""
     ages = np.arange(num_before, num_before + num_rows)[:, None] - np.arange(num_before + num_rows)
     return (ages >= 0) & (ages < window)
 

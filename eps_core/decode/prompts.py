@@ -1,4 +1,5 @@
-"""Prompts as users give them: texts, files, chat messages; and their tokens, of lengths that a model can continue."""
+"""Prompts as users give them: texts, files, chat messages; their tokens, of lengths that a model can continue; and how
+many of these are read at a time."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

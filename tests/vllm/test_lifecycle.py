@@ -45,7 +45,7 @@ def test_preempted_text_is_stock_text() -> None:
         assert engines.say(llm, asked, 150, logprobs=None) == dense
 
 
-def test_rejected_drafts_leave_nothing_behind() -> None:
+def test_rejected_drafts_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     # what repeats is drafted, and what does not is rejected
     rng = np.random.default_rng(2)
     phrase = rng.integers(97, 123, 60).tolist()
@@ -55,8 +55,11 @@ def test_rejected_drafts_leave_nothing_behind() -> None:
         wanted = engines.say(llm, asked, 64, logprobs=None)
     more = {"speculative_config": drafts, "disable_log_stats": False}
     with engines.engine(engines.DEMO, {"method": "rq", "budget": 1.0}, **more) as llm:
-        shadow = Shadow(llm)
+        shadow, backend, verified = Shadow(llm), engines.runtime(llm).backend, []
+        attend = backend.attend_rows  # a prompt's own attention may round
+        monkeypatch.setattr(backend, "attend_rows", lambda *args: (verified.append(len(args[2])), attend(*args))[1])
         assert engines.say(llm, asked, 64, logprobs=None) == wanted
+        assert 1 < max(verified) <= 4
         drafted, accepted = (
             metric(llm, f"vllm:spec_decode_num_{name}_tokens") for name in ("draft", "accepted")
         )  # fmt: skip

@@ -78,25 +78,18 @@ def _second_bit(ops: Ops, x: Array, levels: Array) -> tuple[Array, Array]:
     return second, scale_of(ops, x, levels + 0.5 * levels_of(ops, second, 1))
 
 
-def stored_means(ops: Ops, mean: Array) -> tuple[Summary, Array]:
-    """Return the fields of spans' means [.., D], and the float32 numbers that they store."""
-    codes, scale = ops.mean_codes(mean)
-    fields = {"mean": ops.uint8(ops.int32(codes) + (MEAN_MOST + 1)), "mean_scale": scale}
-    return fields, ops.float32(codes) * ops.float32(scale)[..., None]
-
-
 def build(ops: Ops, cache_config: CacheConfig, constants: Summary, k: Array) -> Summary:
     """Return the fields of `eps_core.summaries.rq` of all groups of a mean: k [.., Hkv, U, D]."""
     signs = constants["signs"]
     by_group = k.reshape(*k.shape[:-2], -1, cache_config.S, k.shape[-1])
     turned = rotate(ops, tree_sum(ops, by_group) * (1 / cache_config.S), signs)  # [.., Hkv, N, D]
-    fields, means = stored_means(ops, tree_sum(ops, turned) * (1 / turned.shape[-2]))
-    stored = means[..., None, :]
+    codes, mean_scale = ops.mean_codes(tree_sum(ops, turned) * (1 / turned.shape[-2]))
+    stored = (ops.float32(codes) * ops.float32(mean_scale)[..., None])[..., None, :]
     x = turned - stored
     positive = ops.uint8(x >= 0)
     levels = levels_of(ops, positive, 1)
     scale = ops.to_byte(scale_of(ops, x, levels))
-    summary = fields | {"scale": scale}
+    summary = {"mean": ops.uint8(ops.int32(codes) + (MEAN_MOST + 1)), "mean_scale": mean_scale, "scale": scale}
     dims, start = part_dims(cache_config, k.shape[-1]), 0
     for name, own in zip(PARTS[len(dims)], dims, strict=True):
         summary[name] = pack_codes(ops, positive[..., start : start + own], 1)

@@ -21,7 +21,7 @@ class Forward:
     lengths: np.ndarray  # [R] int64 tokens, the new ones counted
     decode: np.ndarray  # [B] their places among the requests
     others: np.ndarray  # of requests with query tokens that do not decode
-    num_verified: int  # of these, past their prompt: drafts of speculative decoding, or recomputed after preemption
+    verified: np.ndarray  # of these, past their prompt: drafts of speculative decoding, or recomputed after preemption
     tokens: Tensor | None  # [B] int64 on the device: the query tokens of `decode`; None: there are no others
     plan: StepPlan | None  # of `decode`; None where there are none
     dense: StepPlan | None  # the same, for reading everything
@@ -50,8 +50,7 @@ class Forward:
             dense = StepPlan.dense(config.cache_config, plan.table, plan.lengths)
             if len(others) or len(decode) != metadata.num_actual_tokens:
                 tokens = torch.from_numpy(starts[decode]).to(metadata.seq_lens.device)
-        num_verified = int((past_prompt & ~decodes & (counts > 0)).sum())
-        return cls(starts, lengths, decode, others, num_verified, tokens, plan, dense, table)
+        return cls(starts, lengths, decode, others, others[past_prompt[others]], tokens, plan, dense, table)
 
     def rows_of(self, array: Tensor) -> Tensor:
         """Those of `decode` in an array [tokens, ..] of the batch: a view where all rows decode."""

@@ -10,10 +10,13 @@ from torch import Tensor
 from eps_core.attention.layer import attend_prefill
 from eps_core.backend.cache import write_rows
 from eps_core.errors import require
+from eps_core.kv_cache.rows import Rows
 from eps_cuda.integrations.paged import scaled
 from eps_cuda.integrations.vllm.backends import real_rows
 from eps_cuda.integrations.vllm.forward import on_host
 from eps_cuda.ops import OPS
+
+VERIFIED_ROWS = 32  # whose sums lie in memory at a time; drafts are fewer, recomputed tokens may be thousands
 
 
 class Route:
@@ -73,9 +76,13 @@ class PlainRows(Route):
             forward.put(output, runtime.attend(place, q, forward.plan, dense))
         for row in forward.others.tolist():
             tokens = slice(int(forward.starts[row]), int(forward.starts[row + 1]))
-            out = attend_prefill(
-                self.backend, cache, place, query[tokens], forward.table[row], int(forward.lengths[row])
-            )
+            q, table, length = query[tokens], forward.table[row], int(forward.lengths[row])
+            if row in forward.verified:  # as exact as the steps that they are compared with
+                out = self.backend.attend_rows(
+                    cache, place, q, Rows.in_blocks(table, length, len(q), VERIFIED_ROWS)
+                ).out
+            else:
+                out = attend_prefill(self.backend, cache, place, q, table, length)
             output[tokens] = out.to(output.dtype)
 
 

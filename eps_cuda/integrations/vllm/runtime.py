@@ -131,8 +131,8 @@ class Runtime(PagedRuntime):
             )
             metadata.eps_forward = found
             self.counts["forwards"] += 1
-            self.counts["verified_rows"] += found.num_verified
-            self.counts["prefill_rows"] += len(found.others) - found.num_verified
+            self.counts["verified_rows"] += len(found.verified)
+            self.counts["prefill_rows"] += len(found.others) - len(found.verified)
             self._shown.update(self)
         return found
 
