@@ -39,6 +39,7 @@ def test_every_table_of_measured_rows_is_published() -> None:
     names |= {
         "experiments/real/run.py --tables weights -o results/real-weights.jsonl",
         "race.py --table -o results/race.jsonl",
+        "race.py --table -o results/prompts.jsonl",
         "experiments/soak/run.py --table -o results/soak.jsonl",
         "experiments/lm_eval/served.py --table -o results/lm_eval.jsonl",
         "experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl",
