@@ -172,7 +172,7 @@ def prefill_in_turns(
     runners: dict[str, Contestant] = {}
     firsts: dict[str, list[float]] = {}
     for turn in range(times):
-        for name, run in opened.items():
+        for number, (name, run) in enumerate(opened.items(), 1):
             if turn and (name not in firsts or name.startswith("llama.cpp")):
                 continue
             runners.pop(name, None)  # whose cache would lie beside the new one
@@ -180,7 +180,7 @@ def prefill_in_turns(
             seconds = runners[name][0]
             if seconds is not None:
                 firsts.setdefault(name, []).append(round(seconds, 3))
-            report(turn * len(opened) + list(opened).index(name) + 1, times * len(opened))
+            report(turn * len(opened) + number, times * len(opened))
     report(times * len(opened), times * len(opened))
     return {name: runners[name] for name in opened}, firsts
 

@@ -5,7 +5,7 @@ import numpy as np
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.unit_vectors import SCANS, SHUFFLES, WORD, WORD_TABLE
 from eps_core.cpu.vectors import HEADS, LANES
-from eps_core.cpu.write import rotate
+from eps_core.cpu.write import largest_size, rotate
 from eps_core.summaries.rq import QUERY_STEPS
 
 
@@ -13,11 +13,7 @@ from eps_core.summaries.rq import QUERY_STEPS
 def rounded_query(turned, integers):
     """Fills integers [D] int8 within +-QUERY_STEPS and returns the float32 step of a rotated query [D] float32 ~
     integers * step. No fastmath: every library rounds the same numbers."""
-    largest = np.float32(0)
-    for d in range(len(turned)):
-        size = abs(turned[d])
-        largest = largest if largest > size or largest != largest else size  # NaN stays
-    step = largest / np.float32(QUERY_STEPS)
+    step = largest_size(turned) / np.float32(QUERY_STEPS)
     for d in range(len(turned)):
         whole = np.rint(turned[d] / step) if step > 0 and step < np.inf else np.float32(0)
         integers[d] = np.int8(min(max(whole, np.float32(-QUERY_STEPS)), np.float32(QUERY_STEPS)))

@@ -229,17 +229,24 @@ def _encode_lanes(builder, x, head_dim, step, with_second, codes, sums):
 
 
 @kernel()
+def largest_size(x):
+    """Return the largest |x|, NaN where one is."""
+    largest = np.float32(0)
+    for d in range(len(x)):
+        size = abs(x[d])
+        largest = largest if largest > size or largest != largest else size
+    return largest
+
+
+@kernel()
 def _mean_codes(mu, codes, stored):
-    """Fills codes [D] with the bytes of `mean_codes` of mu, of which the first D count, and stored [D] with the numbers
-    that they stand for. Returns the bits of the float16 scale."""
-    largest, most = np.float32(0), np.float32(MEAN_MOST)
-    for d in range(len(stored)):
-        size = abs(mu[d])
-        largest = largest if largest > size or largest != largest else size  # NaN stays
+    """Fills codes [D] with the bytes of `mean_codes` of mu [D], and stored [D] with the numbers that they stand for.
+    Returns the bits of the float16 scale."""
+    largest, most = largest_size(mu), np.float32(MEAN_MOST)
     bits, scale = half_of(largest / most * np.float32(1 + 2.0**-10) + np.float32(2.0**-24), False)
     if not (largest > 0 and scale < np.inf):
         bits, scale = 0, np.float32(0)
-    for d in range(len(stored)):
+    for d in range(len(mu)):
         code = min(max(np.rint(mu[d] / scale), -most), most) if scale > 0 else np.float32(0)
         codes[d] = np.int64(code) + (MEAN_MOST + 1)
         stored[d] = code * scale
@@ -301,7 +308,7 @@ def build_units(
         _fold(fold, groups, width)
         for d in range(head_dim):
             fold[d] *= inverse_groups
-        mean_scale[f, h] = _mean_codes(fold, mean[f, h], stored)
+        mean_scale[f, h] = _mean_codes(fold[:head_dim], mean[f, h], stored)
         for number in range(passes):
             x, begin = columns[number], number * LANES
             for d in range(head_dim):

@@ -128,7 +128,7 @@ class WindowLayer(FullLayer):
 @functools.lru_cache(maxsize=1)  # all layers and most chunks ask for one
 def _within(window: int, num_rows: int, num_before: int) -> np.ndarray:
     """Return which of `num_before` tokens and of the N rows themselves each row has in its window, [N, before + N]
-    bool. Shared: nobody may write to it."""
+    bool. The array is shared between layers: do not write to it."""
     ages = np.arange(num_before, num_before + num_rows)[:, None] - np.arange(num_before + num_rows)
     return (ages >= 0) & (ages < window)
 

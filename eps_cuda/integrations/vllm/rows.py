@@ -16,7 +16,7 @@ from eps_cuda.integrations.vllm.backends import real_rows
 from eps_cuda.integrations.vllm.forward import on_host
 from eps_cuda.ops import OPS
 
-VERIFIED_ROWS = 32  # whose sums lie in memory at a time; drafts are fewer, recomputed tokens may be thousands
+VERIFIED_ROWS = 32  # of a block that reads K and V together; drafts are fewer, recomputed tokens may be thousands
 
 
 class Route:
