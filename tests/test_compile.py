@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eps_core.cpu.compile import HOLDS
 from eps_core.cpu.usable import why_not
 from eps_core.errors import ConfigError
 from eps_core.io import caches
@@ -73,6 +74,58 @@ print(found.count(None))
 """
 
 
+# a check that calls one kernel of two: where another process may help, it compiles the other, too
+CHECK = """
+import os
+import sys
+import time
+from pathlib import Path
+import numpy as np
+from eps_core.cpu import beside, threads
+from eps_core.io import caches
+os.cpu_count = lambda: int(sys.argv[1])
+import some_kernels
+def calls():
+    for kernel in (some_kernels.shared, some_kernels.beside):
+        threads.run(kernel, 1, np.ones(1))
+    raise ValueError("what was not computed")
+def is_kept(name):
+    return any(caches.folder().rglob(f"some_kernels.{name}-*"))
+out = np.ones(1)
+with beside.preparing(calls):
+    threads.run(some_kernels.shared, 1, out, alone=True)
+    until = time.monotonic() + 100
+    while sys.argv[1] == "2" and not is_kept("beside") and time.monotonic() < until:
+        time.sleep(0.01)
+    child = beside._state.child
+assert out[0] == 2 and beside._state.child is None and (child is None or child.returncode is not None)
+print(int(is_kept("beside")))
+"""
+SHARED = """
+from eps_core.cpu.compile import kernel
+@kernel()
+def shared(progress, out):
+    out[0] += 1
+@kernel()
+def beside(progress, out):
+    out[0] += 1
+"""
+# says when it holds a function, waits for a line, and compiles it or ends
+HOLDER = """
+import sys
+import numpy as np
+from eps_core.cpu import compile, units
+real = compile._hold
+def hold(path):
+    real(path)
+    print("holds", flush=True)
+    if sys.stdin.readline() == "end\\n":
+        sys.exit()
+compile._hold = hold
+units.place_spans(*[np.ones(1, np.int32)] * 2, 1, 1, 1, 1, np.zeros(1, np.uint8), np.zeros(1, np.int64))
+"""
+
+
 def compilations(cache: Path | None, program: str = PROGRAM, **environment: str) -> tuple[int, str]:
     """(kernels that were compiled, stderr) of a process of its own."""
     given = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
@@ -85,7 +138,34 @@ def compilations(cache: Path | None, program: str = PROGRAM, **environment: str)
 
 
 def kept(folder: Path) -> list[Path]:
-    return [file for file in folder.rglob("*") if file.is_file()]
+    return [file for file in folder.rglob("*") if file.is_file() and file.name != HOLDS]
+
+
+@pytest.mark.parametrize("cores", ["1", "2"])
+def test_a_check_has_a_second_process_compile_what_it_will_call(cores: str, tmp_path: Path) -> None:
+    """That process alone compiles what this one never calls. Calls that are noted run nothing, up to what fails."""
+    (tmp_path / "some_kernels.py").write_text(SHARED)
+    given = os.environ | {caches.VARIABLE: str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    program = [sys.executable, "-c", CHECK, cores]
+    done = subprocess.run(program, env=given, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, f"{int(cores) - 1}\n"), done.stderr
+
+
+@pytest.mark.parametrize("says", ["go on", "end"])
+def test_a_process_waits_for_what_another_compiles_unless_that_ends(says: str, tmp_path: Path) -> None:
+    given = os.environ | {caches.VARIABLE: str(tmp_path)}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], env=given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    assert holder.stdout.readline() == "holds\n"
+    other = subprocess.Popen([sys.executable, "-c", PROGRAM], env=given, stdout=subprocess.PIPE, text=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(3)
+    assert kept(tmp_path) == []
+    holder.communicate(f"{says}\n")
+    compiled = int(other.communicate(timeout=300)[0])
+    assert compiled == (1 if says == "end" else 0) and len(kept(tmp_path)) == 1
 
 
 def test_what_was_compiled_is_loaded_and_what_is_damaged_is_made_again(tmp_path: Path) -> None:

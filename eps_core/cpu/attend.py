@@ -11,7 +11,7 @@ import numpy as np
 
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, add_weighted, dots
-from eps_core.cpu.threads import FAILED, finish, take, wait
+from eps_core.cpu.threads import FAILED, finish, owner, take, wait
 from eps_core.cpu.vectors import HEADS, masses_by_mask, weigh
 
 ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes speed only
@@ -40,7 +40,7 @@ def attend(
         task = take(progress, 0)
         if task >= total:
             break
-        row = np.searchsorted(starts, task, side="right") - 1
+        row = owner(starts, task)
         if len(ready):
             wait(ready, row, 1)
             if ready[0, FAILED]:

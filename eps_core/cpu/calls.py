@@ -21,6 +21,11 @@ TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most,
 ROWS_PER_THREAD = 1  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
 _NO_KEYS = np.empty(0, np.float32), (0, 0, 0)  # and their strides
 _ALL_READY = threads.new_progress(0)  # lists of groups before attention
+# what `select_topk` takes of no row
+_NONE_CHOSEN = (
+    np.empty(0, np.int64), np.empty((0, 0), np.int64), np.empty(0, np.int64), np.empty((0, 0, 0), np.int32),
+    np.empty((0, 0, 0), np.uint8), _ALL_READY,
+)  # fmt: skip
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
 
 
@@ -175,7 +180,7 @@ def scoring(cache: Any, layer: int, q: np.ndarray, plan: StepPlan, host: Host, e
         (*later, codes, codes)[:2], pools.get("second", codes), pools.get("second_scale", pools["scale"]),
         cache.state[layer].fill, plan.table, plan.lengths, cascaded, plan.rescored,
         host(cache.fixed[layer]["signs"]), *rotation, dims, cache_config.S, cache_config.span_tokens,
-        cache_config.spans_per_unit, *plan.room(key, work), estimate, None,
+        cache_config.spans_per_unit, *plan.room(key, work), estimate, _NONE_CHOSEN,
     )  # fmt: skip
     phases = 1 + units.MOST_PHASES if together else 2
     return Call(units.score_units, phases, args)

@@ -9,6 +9,7 @@ numba copies the code of what a function calls into it and optimises all of it a
 a loop; of a call that lasts microseconds it only costs compilation, and `call_by_name` leaves that code where it is.
 """
 
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -16,8 +17,9 @@ import os
 import pickle
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,14 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
+from eps_core.cpu import beside
 from eps_core.io import caches
 
 # never nnan or ninf: infinities carry meaning here
 FAST = frozenset({"reassoc", "contract", "arcp", "nsz"})
 _DIGEST = hashlib.sha256().digest_size
-_state = {"preparing": False}
+LONGEST_WAIT_S = 60.0  # for what another process compiles
+HOLDS = ".held"
 _named: dict[str, tuple[Any, tuple[Any, ...]]] = {}  # symbols that other code calls: the kernel, types of its arguments
 
 
@@ -94,22 +98,6 @@ def numba_settings() -> list[tuple[str, str]]:
     return sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in harmless)
 
 
-@contextmanager
-def preparing() -> Iterator[None]:
-    """While it lasts, a kernel is called every way that later calls may take (`openmp`), so that all of them are
-    compiled."""
-    before = _state["preparing"]
-    _state["preparing"] = True
-    try:
-        yield
-    finally:
-        _state["preparing"] = before
-
-
-def is_preparing() -> bool:
-    return _state["preparing"]
-
-
 @functools.cache
 def _folder() -> Path | None:
     """Return where this version's code is kept; None: nowhere."""
@@ -140,29 +128,68 @@ class _Kept(NullCache):
     def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
         target_context.refresh()
         path = self._path(sig, target_context.codegen())
-        try:
-            data = b"" if path is None else path.read_bytes()
-        except OSError:
-            data = b""
-        digest, code = data[:_DIGEST], data[_DIGEST:]
-        if code and hashlib.sha256(code).digest() == digest:
-            calls, kept = pickle.loads(code)
-            if all(_is_loaded(*call) for call in calls):
-                return CompileResult._rebuild(target_context, *kept)
-        _say("compiling CPU kernels for this machine, once: about half a minute ..")
-        return None
+        found = None if path is None else _read(path, target_context)
+        if found is None:
+            _say("compiling CPU kernels for this machine, once: up to half a minute ..")
+            beside.begin()
+            if path is not None:
+                _hold(path)
+                found = _read(path, target_context)
+                if found is not None:
+                    _release(path)
+        return found
 
     def save_overload(self, sig: Any, data: CompileResult) -> None:
         path = self._path(sig, data.codegen)
-        if path is None or data.library.has_dynamic_globals:
+        if path is None:
             return
-        declared = [one.name for one in data.library._final_module.functions if one.is_declaration]
-        called = ((name, *_named[name]) for name in declared if name in _named)
-        calls = [(name, one.py_func.__module__, one.py_func.__name__, arg_types) for name, one, arg_types in called]
-        code = dumps((calls, data._reduce()))
-        fault = caches.keep(path, hashlib.sha256(code).digest() + code)
-        if fault is not None:
-            _say(f"compiled kernels cannot be kept in {path.parent} ({fault}): set {caches.VARIABLE}")
+        if not data.library.has_dynamic_globals:
+            declared = [one.name for one in data.library._final_module.functions if one.is_declaration]
+            called = ((name, *_named[name]) for name in declared if name in _named)
+            calls = [(name, one.py_func.__module__, one.py_func.__name__, arg_types) for name, one, arg_types in called]
+            code = dumps((calls, data._reduce()))
+            fault = caches.keep(path, hashlib.sha256(code).digest() + code)
+            if fault is not None:
+                _say(f"compiled kernels cannot be kept in {path.parent} ({fault}): set {caches.VARIABLE}")
+        _release(path)
+
+
+def _read(path: Path, target_context: Any) -> CompileResult | None:
+    """Return what is kept there, None where that is nothing of use."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:_DIGEST], data[_DIGEST:]
+    if not code or hashlib.sha256(code).digest() != digest:
+        return None
+    calls, kept = pickle.loads(code)
+    return CompileResult._rebuild(target_context, *kept) if all(_is_loaded(*call) for call in calls) else None
+
+
+@functools.cache
+def _holds(folder: Path) -> int:
+    """Return a file of which a process holds a byte for each function that it compiles, until it ends."""
+    return os.open(folder / HOLDS, os.O_CREAT | os.O_RDWR, 0o600)
+
+
+def _hold(path: Path) -> None:
+    """Wait while another process compiles this function, and hold it for this one. Where files cannot be locked, both
+    compile it."""
+    until = time.monotonic() + LONGEST_WAIT_S
+    while time.monotonic() < until:
+        try:
+            fcntl.lockf(_holds(path.parent), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(path.name[-12:], 16))
+            return
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:
+            return
+
+
+def _release(path: Path) -> None:
+    with suppress(OSError):
+        fcntl.lockf(_holds(path.parent), fcntl.LOCK_UN, 1, int(path.name[-12:], 16))
 
 
 def _is_loaded(symbol: str, module: str, name: str, arg_types: tuple[Any, ...]) -> bool:

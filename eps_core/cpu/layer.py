@@ -191,7 +191,8 @@ def after_attention(progress, x, attended, norms, epsilon, weights, steps, biase
     biases of o, gate, up and down; norms of attention's output, of the block's input and of its output. added, again
     [R, hidden] and middle [R, intermediate] are filled, too."""
     rows, size = x.shape
-    _product(progress, 0, weights[0], steps[0], biases[0], attended, added)
+    zero, two = np.int64(0), np.int64(2)
+    _product(progress, zero, weights[0], steps[0], biases[0], attended, added)
     stream, normed = np.empty((rows, size), np.float32), np.empty((rows, size), np.float32)
     _add(x, added, norms[0], epsilon, stream)
     _norm(stream, norms[1], epsilon, normed)
@@ -203,13 +204,13 @@ def after_attention(progress, x, attended, norms, epsilon, weights, steps, biase
         if first >= inner:
             break
         count = min(block, inner - first)
-        _multiply(weights[1], steps[1], biases[1], first, count, normed, active, 0)
-        _multiply(weights[2], steps[2], biases[2], first, count, normed, linear, 0)
+        _multiply(weights[1], steps[1], biases[1], first, count, normed, active, zero)
+        _multiply(weights[2], steps[2], biases[2], first, count, normed, linear, zero)
         for row in range(rows):
             _activate(active[row], linear[row], count, is_gelu, middle[row], first)
         finish(progress, 1)
     wait(progress, 1, -(-inner // block))
-    _product(progress, 2, weights[3], steps[3], biases[3], middle, again)
+    _product(progress, two, weights[3], steps[3], biases[3], middle, again)
     while True:
         row = take(progress, 3)
         if row >= rows:
@@ -225,4 +226,4 @@ def head(progress, x, norm, epsilon, weight, steps, bias, out):
     """out [R, V] = the product of the normed x."""
     normed = np.empty(x.shape, np.float32)
     _norm(x, norm, epsilon, normed)
-    _product(progress, 0, weight, steps, bias, normed, out)
+    _product(progress, np.int64(0), weight, steps, bias, normed, out)

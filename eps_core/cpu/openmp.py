@@ -10,6 +10,9 @@ not waited for: after a late member they take over for a while.
 """
 
 import ctypes
+import importlib
+import pickle
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +24,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core.cpu import attend, best, compile, forks, fused, layer, rows, rows_amx, threads, units, write
+from eps_core.cpu import attend, beside, best, compile, forks, fused, layer, rows, rows_amx, threads, units, write
 from eps_core.cpu.calls import Call
 from eps_core.cpu.threads import CLOCK, FAILED, FINISHED, note_time_at
 from eps_core.cpu.vectors import Code, i8, i32, i64
@@ -138,7 +141,7 @@ def _packer(kernel: Any) -> Callable[..., int]:
     return compiled
 
 
-_PACKERS: dict[Any, Callable[..., int]] = {
+_PACKERS: dict[Any, Any] = {
     kernel: _packer(kernel)
     for kernel in (
         units.score_units, best.select_topk, attend.attend, attend.skipped_mass, rows.attend_rows,
@@ -148,6 +151,14 @@ _PACKERS: dict[Any, Callable[..., int]] = {
 }  # fmt: skip
 
 
+def compile_all() -> None:
+    """Compiles what stdin lists (`beside`)."""
+    for module, name, packed, arg_types in pickle.load(sys.stdin.buffer):
+        kernel = getattr(importlib.import_module(module), name)
+        (_PACKERS[kernel] if packed else kernel).compile(arg_types)
+
+
+_NO_ROOM, _NO_CALL = np.empty(0, np.uint8), np.empty((1, 2), np.int64)[0]
 _sizes: dict[Any, int] = {}  # bytes of a kernel's arguments, when it was last called
 
 
@@ -211,7 +222,12 @@ class Team:
         """Calls kernel(progress, *args) here and, unless `alone`, in the rest of the team, and returns when all of them
         have."""
         number = self.num_threads()
-        if compile.is_preparing() and number > 1 and not forks.forked():
+        if beside.is_recording():
+            given = threads.new_progress(phases), *args
+            beside.record(kernel, given)
+            beside.record(kernel, (_NO_ROOM, _NO_CALL, given), packed=True)
+            return
+        if beside.is_preparing() and number > 1 and not forks.forked():
             threads.run(kernel, phases, *args, alone=True)
             Calls([Call(kernel, phases, args)]).run(self.parallel, number)
         if forks.forked() or not (alone or number == 1 or self.patience.asks_team()):

@@ -12,9 +12,9 @@ import math
 import numpy as np
 
 from eps_core.cpu.blocks import BLOCK_ROWS, add_products, lowest_bit, powers, raise_most, set_bits, weigh_lanes
-from eps_core.cpu.compile import kernel
+from eps_core.cpu.compile import call_by_name, kernel
 from eps_core.cpu.pool_vectors import ask_for_row, widen_rows
-from eps_core.cpu.threads import finish, take, wait
+from eps_core.cpu.threads import finish, owner, take, wait
 from eps_core.cpu.vectors import LANES
 
 TILE_TOKENS = 64  # whose logits are weighed together, as many as K in float32 leaves room for in the first cache
@@ -177,11 +177,11 @@ def merge_pairs(
         b, h = pair // kv_heads, pair % kv_heads
         here, own = slice(first_rows[b], first_rows[b + 1]), slice(h * repeat, (h + 1) * repeat)
         num_rows, slot = first_rows[b + 1] - first_rows[b], slots[pair]
-        merge_tasks(
+        call_by_name(merge_tasks, (
             starts[pair + 1] - starts[pair], lanes_of(num_rows, repeat), num_rows, repeat, scale_of(head_dim),
             largest[slot:], totals[slot:], selected[slot:], sums[slot * head_dim :], out[here, own], lse[here, own],
             selected_lse[here, own],
-        )  # fmt: skip
+        ))  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, pairs)
 
@@ -234,7 +234,7 @@ def attend_rows(
         task = take(progress, 1)
         if task >= starts[-1]:
             break
-        pair = np.searchsorted(starts, task, side="right") - 1
+        pair = owner(starts, task)
         b, h = pair // kv_heads, pair % kv_heads
         length, rows_here, first_row = lengths[b], first_rows[b + 1] - first_rows[b], first_rows[b]
         lanes = lanes_of(rows_here, repeat)

@@ -23,7 +23,7 @@ from eps_core.cpu.rows import (
     scale_of,
     widest_of,
 )
-from eps_core.cpu.threads import finish, take, wait
+from eps_core.cpu.threads import finish, owner, take, wait
 from eps_core.cpu.vectors import ask_for
 
 TILE_TOKENS = 128  # whose logits are weighed together
@@ -121,12 +121,14 @@ def attend_rows(
     all_factors = aligned(widest)
     all_seen = np.empty(widest, np.int64)
     rows = np.empty(per_task + 2 * TILE_TOKENS, np.int64)
+    # rows asked for at a time: of literal numbers a function is compiled for each
+    zero, few, some, many = np.int64(0), np.int64(12), np.int64(16), np.int64(24)
     begin_tiles()
     while True:
         task = take(progress, 1)
         if task >= starts[-1]:
             break
-        pair = np.searchsorted(starts, task, side="right") - 1
+        pair = owner(starts, task)
         b, h = pair // kv_heads, pair % kv_heads
         length, num_rows, first_row = lengths[b], first_rows[b + 1] - first_rows[b], first_rows[b]
         lanes = lanes_of(num_rows, repeat)
@@ -144,9 +146,9 @@ def attend_rows(
         first_hidden = length - num_rows + 1
         for at in range(0, end - begin, TILE_TOKENS):
             count, first = min(TILE_TOKENS, end - begin - at), begin + at
-            padded, asked_for = (count + STEP - 1) // STEP * STEP, 0
+            padded, asked_for = (count + STEP - 1) // STEP * STEP, zero
             for i in range(0, padded, STEP):
-                asked_for = ask_ahead(k, v, rows, at, asked_for, 12, head_dim)
+                asked_for = ask_ahead(k, v, rows, at, asked_for, few, head_dim)
                 # sixteen tokens of a unit lie `strides` apart, past the end too; there may be no second sixteen
                 other = rows[at + i + 16] if i + 16 < count else rows[at + i]
                 tile_logits(
@@ -157,7 +159,7 @@ def attend_rows(
             raise_most(logits, count, lanes, scale, most, total, factors)
             logits[count * lanes : padded * lanes] = -np.inf
             for i in range(0, padded, STEP):
-                asked_for = ask_ahead(k, v, rows, at, asked_for, 24, head_dim)
+                asked_for = ask_ahead(k, v, rows, at, asked_for, many, head_dim)
                 weigh_pairs(
                     logits, i, lanes, scale, most, total, listing, weight_parts, weights, i * 2 * lanes
                 )  # fmt: skip
@@ -169,14 +171,14 @@ def attend_rows(
             if not whole:
                 copy_clean(v, rows, at, count, padded, first, first_hidden, head_dim, seen, own, copy)
             for i in range(0, padded, STEP):
-                asked_for = ask_ahead(k, v, rows, at, asked_for, 12, head_dim)
+                asked_for = ask_ahead(k, v, rows, at, asked_for, few, head_dim)
                 if whole:
                     turn_values(v, rows, at + i, head_dim, turned, i * head_dim)
                 else:
                     turn_values(copy, copy_rows, i, head_dim, turned, i * head_dim)
             scale_sums(own, factors)
             for c in range(0, head_dim, STEP):
-                asked_for = ask_ahead(k, v, rows, at, asked_for, 16, head_dim)
+                asked_for = ask_ahead(k, v, rows, at, asked_for, some, head_dim)
                 tile_sums(turned, weights, weight_parts, padded // STEP, c, head_dim, lanes, own)
         finish(progress, 1)
     end_tiles()

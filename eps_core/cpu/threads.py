@@ -22,6 +22,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from eps_core.cpu import beside
+from eps_core.cpu.compile import kernel
 from eps_core.cpu.vectors import emits, i32, i64
 
 _LINE = 8  # int64 of a cache line: counters of different phases and kinds share none
@@ -50,6 +52,8 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
     """Calls kernel(progress, *args) here and, unless `alone`, in the helpers, and returns when its phases are done. May
     be called from several threads at once."""
     progress = new_progress(phases)
+    if beside.is_recording():
+        return beside.record(kernel, (progress, *args))
     jobs: list[_Job] = []
     _held[:] = [left for left in _held if not left.acquire(blocking=False)]
     for helper in () if alone else _crew():
@@ -136,6 +140,19 @@ def take(builder, progress, phase):
     """The next task of a phase; at least their number when all are taken."""
     counter = _counter(builder, progress, phase, _TAKEN)
     return builder.atomic_rmw("add", counter, i64(1), "monotonic")
+
+
+@kernel()
+def owner(starts, task):
+    """The last row whose tasks, starts[row] to starts[row + 1] - 1, begin at `task` or before."""
+    low, high = 0, len(starts) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if starts[middle] <= task:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 @emits()

@@ -65,7 +65,7 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, words, turned, factors
             many += dims[part]
             factors[part, r] = step * np.float32(head_dim / many)
         factors[len(dims), r] = step * np.float32(0.5)
-    word, first, whole = 0, 0, True
+    word, first, whole = np.int64(0), np.int64(0), True
     for part in range(len(dims)):
         word += fill_words(integers, first, dims[part], words[word * WORD_TABLE :])
         first += dims[part]
@@ -74,4 +74,4 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, words, turned, factors
         for i in range(word * WORD_TABLE):
             words[word * WORD_TABLE + i] = words[i]
     else:
-        fill_words(integers, 0, head_dim, words[word * WORD_TABLE :])
+        fill_words(integers, np.int64(0), head_dim, words[word * WORD_TABLE :])

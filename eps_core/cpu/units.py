@@ -370,8 +370,9 @@ def score_units(
     all threads take each stage of all rows, whose lists (`new_lists`) follow: one phase of the first stage, two of the
     second (or of what the rescoring bit needs of a code of one part), of the third and of the rescoring bit.
 
-    chosen, None or the arguments of `select_topk` after estimate and a progress of a phase a row: unless `together`, a
-    row is selected once it is scored, its phase says when, and this returns before all are."""
+    chosen, the arguments of `select_topk` after estimate and a progress of a phase a row: unless `together`, a row is
+    selected once it is scored, its phase says when, and this returns before all are. Nothing is selected where the
+    first of them is empty."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, passes = num_heads // kv_heads, batch * kv_heads, words.shape[1]
@@ -412,7 +413,8 @@ def score_units(
         return
 
     finalize_groups = finalized // size
-    zero, one = np.int64(0), np.int64(1)  # of literal numbers a function is compiled for each
+    # of literal numbers a function is compiled for each
+    zero, one, selects = np.int64(0), np.int64(1), len(chosen[0]) > 0
     if together:
         call_by_name(score_some, (
             progress, one, zero, rows, mean, mean_scale, scale, codes, later, second, second_scale, lengths,
@@ -421,7 +423,7 @@ def score_units(
         ))  # fmt: skip
         return
     own = new_lists(one, groups, lists[2].shape[1] - 2, passes)
-    room = room_of_rows(groups if chosen is not None else 0)
+    room = room_of_rows(groups if selects else zero)
     while True:
         row = take(progress, 1)
         if row >= rows:
@@ -431,9 +433,9 @@ def score_units(
             codes, later, second, second_scale, lengths, cascaded, rescored, dims, size, head_dim, finalize_groups,
             per_unit, states, places, words, queries, factors, shifts, adds, bases, own, estimate,
         ))  # fmt: skip
-        if chosen is not None:
+        if selects:
             call_by_name(select_row, (row, estimate, *chosen[:-1], *room))
             finish(chosen[-1], row)
         finish(progress, 1)
-    if chosen is None:
+    if not selects:
         wait(progress, 1, rows)

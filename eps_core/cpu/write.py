@@ -314,7 +314,7 @@ def build_units(
             for d in range(head_dim):
                 _subtract(x, d * LANES, stored[d], sizes)
             if with_second:
-                _fold(sizes, head_dim, LANES)
+                _fold(sizes, head_dim, np.int64(LANES))
                 for lane in range(LANES):
                     step[lane] = sizes[lane] * second_step
             _encode_lanes(x, head_dim, step, with_second, codes, sums)

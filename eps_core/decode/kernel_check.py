@@ -50,8 +50,9 @@ def disagreement(
     q = 2 * rng.standard_normal((1, num_heads, spec.head_dim), np.float32)
     expected = _results(backend, device, "arrays", one, config, k, v, q, verified=verified)
     try:
-        with _preparing(kernels):
-            got = _results(backend, device, kernels, one, config, k, v, q, progress, verified)
+        given = backend, device, kernels, one, config, k, v, q
+        with _preparing(kernels, lambda: _results(*given, verified=verified)):
+            got = _results(*given, progress, verified)
     except Exception as error:  # whatever a compiler or a driver raises
         return _said(error)
     limit = TOLERANCE[spec.dtype]
@@ -84,7 +85,7 @@ def rows_disagreement(backend: Backend, model: Any, kernels: str) -> str | None:
             return None
         expected = _rows_results(backend, model)
         try:
-            with _preparing(kernels):
+            with _preparing(kernels, lambda: _rows_results(backend, few)):
                 got = _rows_results(backend, few)
         except Exception as error:  # whatever a compiler raises
             return _said(error)
@@ -109,12 +110,12 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
-def _preparing(kernels: str) -> AbstractContextManager[None]:
+def _preparing(kernels: str, calls: Callable[[], object]) -> AbstractContextManager[None]:
     if kernels != "numba":
         return nullcontext()
-    from eps_core.cpu import compile  # imports numba, which takes a second
+    from eps_core.cpu import beside  # imports numba, which takes a second
 
-    return compile.preparing()
+    return beside.preparing(calls)
 
 
 def _results(
