@@ -7,9 +7,7 @@ that is wider, the calls are made ready again. A step that finalizes summaries r
 """
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +24,8 @@ from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.cache import Cache
 from eps_cuda.few_rows import FewRows
 from eps_cuda.kernels.cpu import is_dense, kernels, unsupported_whole
+from eps_cuda.kernels.kept import Changed, Following, keep
 from eps_cuda.ops import OPS
-
-MOST_STEPS = 8  # of one cache, by batch and what is read; the oldest goes first
-Pair = tuple[np.ndarray, np.ndarray]
 
 
 def covers(few: FewRows, cache: Cache, plan: StepPlan, draft: bool) -> bool:
@@ -46,13 +42,12 @@ def covers(few: FewRows, cache: Cache, plan: StepPlan, draft: bool) -> bool:
     return not any(unsupported_whole(cache, layer, None, plan) for layer in layers)
 
 
-class CpuStep:
+class CpuStep(Following):
     """The calls of a step of B sequences over one cache, as `plan` reads it."""
 
     def __init__(self, few: FewRows, cache: Cache, plan: StepPlan, draft: bool) -> None:
+        super().__init__(kernels, cache, plan)
         self.few, batch = few, len(plan.lengths)
-        # its arrays are what the calls read: the numbers of later steps are copied into them
-        self.plan = StepPlan.of(plan.config, plan.table.copy(), plan.lengths.copy())
         self.slots, self.x = np.zeros(batch, np.int64), np.empty((batch, few.spec.hidden_size), np.float32)
         self.turn = [(np.copy(cos), np.copy(sin)) for cos, sin in few.rotation(plan.lengths - 1)]
         self.logits = np.empty((batch, few.spec.vocab_size), np.float32)
@@ -62,14 +57,13 @@ class CpuStep:
         self.skipped = np.zeros((few.spec.num_layers, batch, cache.spec.num_kv_heads), np.float32)
         self.times = np.zeros((few.spec.num_layers, 3), np.int64)  # `FusedOutput.stamps` of each layer
         self.read: list[FusedOutput | None] = []
-        # of the first dense and the first sparse layer: its number, its queries, its call, and what it gives
-        self.examples: dict[bool, tuple[int, np.ndarray, calls.Call, FusedOutput | None]] = {}
         made: list[calls.Call] = []
         x, outs, room = self.x, few.projected(batch), few.room(batch)
         q, k, v = outs
         streams, filled = [np.empty_like(x) for _ in range(2)], None
         for layer in layers:
-            attention, out, read = self._attending(cache, layer, q, self.plan, filled)
+            skipped, times = self.skipped[layer], self.times[layer]
+            attention, out, read = kernels.attending(cache, layer, q, self.plan, skipped, times, filled)
             if read is not None and not draft:  # whose lists are of each layer
                 filled = read.chosen
             self.read.append(read)
@@ -82,51 +76,7 @@ class CpuStep:
             ]  # fmt: skip
             x = after
         self.calls = openmp.Calls([*made, few.head(x, self.logits)])
-        # what the cache holds: another array in its place is another call
-        self.held = {id(array) for array in _arrays(tuple(shown for _, shown in cache.views.values()))}
-        self.held |= {id(state.fill) for state in cache.state}
-
-    def _attending(
-        self, cache: Cache, layer: int, q: np.ndarray, plan: StepPlan, filled: calls.Chosen | None
-    ) -> tuple[calls.Call, np.ndarray, FusedOutput | None]:
-        return kernels.attending(cache, layer, q, plan, self.skipped[layer], self.times[layer], filled)
-
-    def follow(self, cache: Cache, plan: StepPlan) -> FusedOutput | None:
-        """Take the numbers of a step, and return what its sparse layers know before they run, None where there are
-        none. Raises `Changed` where more than numbers changed."""
-        if plan.table.shape != self.plan.table.shape:
-            raise Changed
-        known: FusedOutput | None = None
-        plan = StepPlan.of(plan.config, plan.table, plan.lengths)
-        self.plan.lend_room(plan)
-        pairs: list[Pair] = []
-        for layer, q, kept, given in self.examples.values():
-            filled = None if given is None else given.chosen
-            call, _, read = self._attending(cache, layer, q, plan, filled)
-            known = read or known
-            self._compare(kept.args, call.args, pairs)
-        for kept_array, array in pairs:
-            kept_array[...] = array
-        return known
-
-    def _compare(self, kept: Any, new: Any, pairs: list[Pair]) -> None:
-        """Append the arrays of whole numbers of a kept call, and those that hold the step's own in a new one. Raises
-        `Changed` where a number differs that is no array's, a shape, or what the cache holds. Other arrays are those
-        that a call fills."""
-        if isinstance(kept, tuple):
-            if len(kept) != len(new):
-                raise Changed
-            for one, other in zip(kept, new, strict=True):
-                self._compare(one, other, pairs)
-        elif isinstance(kept, np.ndarray):
-            if kept is new:
-                return
-            if kept.shape != new.shape or kept.dtype != new.dtype or id(kept) in self.held:
-                raise Changed
-            if kept.dtype.kind in "iu":
-                pairs.append((kept, new))
-        elif kept != new:
-            raise Changed
+        self.hold(cache)
 
     def run(self, tokens: np.ndarray, slots: np.ndarray, lengths: np.ndarray) -> None:
         """Make the calls, and fill `logits`, `skipped` and what `read` holds."""
@@ -136,19 +86,6 @@ class CpuStep:
                 kept_array[...] = array
         self.slots[...], self.times[...] = slots, 0
         kernels.team.run_all(self.calls)
-
-
-class Changed(Exception):
-    """A step's calls differ from those that are kept in more than numbers."""
-
-
-def _arrays(tree: Any) -> Iterator[np.ndarray]:
-    """The arrays of nested tuples."""
-    if isinstance(tree, np.ndarray):
-        yield tree
-    elif isinstance(tree, tuple):
-        for one in tree:
-            yield from _arrays(one)
 
 
 @torch.inference_mode()
@@ -169,7 +106,7 @@ def step(
         plan_alike(cache.state, slots)
     kinds = tuple(is_dense(plan, layer) for layer in range(spec.num_layers))
     key = "cpu", id(few), batch, plan.config, kinds, draft
-    kept: CpuStep | None = cache.steps.pop(key, None)
+    kept: CpuStep | None = cache.steps.get(key)
     try:
         if kept is None:
             raise Changed
@@ -177,9 +114,7 @@ def step(
     except Changed:
         kept = CpuStep(few, cache, plan, draft)
         known = kept.follow(cache, plan)
-    cache.steps[key] = kept
-    while len(cache.steps) > MOST_STEPS:
-        cache.steps.pop(next(iter(cache.steps)))
+    keep(cache, key, kept)
     # before the step, after which Python's data lies in no cache
     layers = _statistics(kept, cache, plan, known) if sparse else []
     kept.run(tokens, slots, plan.lengths)

@@ -46,7 +46,8 @@ def steps_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     real = openmp.Team.run_all
 
     def run_all(self: openmp.Team, given: openmp.Calls) -> None:
-        made.append(len(given._held))
+        if len(given._held) > 1:  # one is a layer's own, asked for layer by layer
+            made.append(len(given._held))
         real(self, given)
 
     monkeypatch.setattr(openmp.Team, "run_all", run_all)

@@ -118,10 +118,17 @@ def write_kv(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.nda
         return cache
     kernels = ops.kernels_of(cache.kernels)
     # a decode step's tokens lie in units of their own, a prefill's do not
-    if kernels.write_kv is not None and len(np.unique(slots // cache.cache_config.unit_tokens)) == len(slots):
+    unit_tokens = cache.cache_config.unit_tokens
+    if kernels.write_kv is not None and (len(slots) == 1 or len(np.unique(slots // unit_tokens)) == len(slots)):
         kernel = kernels.serving("write_kv", cache, layer, k, v, slots)
         if kernel is not None:
             return kernel.run(cache, layer, k, v, slots)
+    return place_kv(ops, cache, layer, k, v, slots)
+
+
+def place_kv(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> Any:
+    """`write_kv` of any tokens, once they are checked."""
+    kernels = ops.kernels_of(cache.kernels)
     placed = None if kernels.place_rows is None else kernels.place_rows(cache, layer, k, v, slots)
     if placed is None:
         return written(ops, cache, layer, *write_rows(ops, cache, layer, k, v, slots), slots)

@@ -12,7 +12,7 @@ def check_write(spec: CacheSpec, cache_config: CacheConfig, shapes: Sequence[Seq
     """Raises ValueError unless k and v, of these shapes, are [N, Hkv, D] for slots [N] inside the pool."""
     expected = (len(slots), spec.num_kv_heads, spec.head_dim)
     for name, shape in zip("kv", shapes, strict=True):
-        if tuple(shape) != expected:
+        if shape != expected and tuple(shape) != expected:
             raise ValueError(f"{name} has shape {tuple(shape)}: [slots, kv heads, head dim] is {expected}")
     capacity = spec.num_units * cache_config.unit_tokens
     if len(slots) == 1 and 0 <= slots[0] < capacity:

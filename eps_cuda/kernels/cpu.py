@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from eps_core.attention.kernels import Kernel
+from eps_core.attention.protocol import FusedRead
 from eps_core.backend import pages
+from eps_core.backend.cache import place_kv
 from eps_core.backend.cpu import CpuKernels, unsupported_layer
 from eps_core.config.formats import READ_BITS
-from eps_core.cpu import calls, write
+from eps_core.cpu import beside, calls, write
 from eps_core.cpu.kernels import FusedOutput, fused_call
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.device import DTYPES
+from eps_cuda.kernels import kept
 from eps_cuda.ops import OPS
 
 
@@ -77,6 +80,17 @@ class TorchKernels(CpuKernels):
 
     def array(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
+
+    def attend_fused(self, cache: Any, layer: int, q: Tensor, plan: StepPlan) -> FusedRead:
+        if beside.is_preparing() or not self.team.serves():
+            return super().attend_fused(cache, layer, q, plan)
+        return kept.attend(self, cache, layer, q, plan)
+
+    def write_kv(self, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> Any:
+        """See `backend.cache.write_kv`: a decode step's tokens."""
+        if not beside.is_preparing() and kept.write(self, cache, layer, k, v, slots):
+            return cache
+        return place_kv(OPS, cache, layer, k, v, slots)
 
     def place_rows(self, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return k, v [N, Hkv, D] as they were stored in slots [N]. A dozen Torch operations for a row take the time of
@@ -167,6 +181,6 @@ def _unsupported_rows(cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.nd
 
 kernels = TorchKernels()
 KERNELS = replace(
-    kernels.table(), place_rows=Kernel(kernels.place_rows, _unsupported_rows),
+    kernels.table(), write_kv=Kernel(kernels.write_kv), place_rows=Kernel(kernels.place_rows, _unsupported_rows),
     ready_layer=Kernel(kernels.ready_layer, unsupported_whole),
 )  # fmt: skip

@@ -1,0 +1,241 @@
+"""Calls of a decode step's layers, made ready once and repeated step by step: those of whole steps (`cpu_step`) follow
+the same rules as those of an engine, which asks layer by layer.
+
+Between two layers an engine's weights pass through the CPU's caches, after which every operation of Python costs
+microseconds: preparing a layer's arguments and results again took as long as its kernel (0.4 ms at 8,192
+tokens).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eps_core.attention.protocol import FusedRead, Selection
+from eps_core.cpu import calls, openmp, threads
+from eps_core.cpu.kernels import FusedOutput
+from eps_core.kv_cache.counts import check_query
+from eps_core.kv_cache.groups import GroupState
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_cuda.device import DTYPES
+
+MOST_STEPS = 8  # of one cache, by batch and what is read; the oldest goes first
+Pair = tuple[np.ndarray, np.ndarray]
+# of a layer that stands for others: its number, its queries, its call, and what it gives where it is sparse
+Example = tuple[int, np.ndarray, calls.Call, FusedOutput | None]
+
+
+class Changed(Exception):
+    """The calls of a step differ from those that are kept in more than numbers."""
+
+
+def keep(cache: Any, key: Any, step: Any) -> None:
+    """Puts a step's calls with those that a cache keeps, the oldest of which go."""
+    cache.steps.pop(key, None)
+    cache.steps[key] = step
+    while len(cache.steps) > MOST_STEPS:
+        cache.steps.pop(next(iter(cache.steps)))
+
+
+class Following:
+    """Calls whose arrays of whole numbers are those of `plan`, its own copy of a step's: those of later steps are
+    copied into them."""
+
+    def __init__(self, kernels: Any, cache: Any, plan: StepPlan) -> None:
+        self.kernels = kernels
+        self.plan = StepPlan.of(plan.config, plan.table.copy(), plan.lengths.copy())
+        self.examples: dict[bool, Example] = {}  # the first dense and the first sparse layer
+        self.held: set[int] = set()
+
+    def hold(self, cache: Any) -> None:
+        """Notes the arrays of the cache: another one in the place of one of them is another call."""
+        self.held = {id(array) for array in _arrays(tuple(shown for _, shown in cache.views.values()))}
+        self.held |= {id(state.fill) for state in cache.state}
+
+    def follow(self, cache: Any, plan: StepPlan) -> FusedOutput | None:
+        """Take the numbers of a step, and return what its sparse layers know before they run, None where there are
+        none. Raises `Changed` where more than numbers changed."""
+        if plan.table.shape != self.plan.table.shape:
+            raise Changed
+        known: FusedOutput | None = None
+        plan = StepPlan.of(plan.config, plan.table, plan.lengths)
+        self.plan.lend_room(plan)
+        pairs: list[Pair] = []
+        for layer, q, kept, given in self.examples.values():
+            filled = None if given is None else given.chosen
+            shown = np.empty((len(q), cache.spec.num_kv_heads), np.float32), np.zeros(3, np.int64)
+            call, _, read = self.kernels.attending(cache, layer, q, plan, *shown, filled)
+            known = read or known
+            self._compare(kept.args, call.args, pairs)
+        for kept_array, array in pairs:
+            kept_array[...] = array
+        return known
+
+    def _compare(self, kept: Any, new: Any, pairs: list[Pair]) -> None:
+        """Append the arrays of whole numbers of a kept call, and those that hold the step's own in a new one. Raises
+        `Changed` where a number differs that is no array's, a shape, or what the cache holds. Other arrays are those
+        that a call fills."""
+        if isinstance(kept, tuple):
+            if len(kept) != len(new):
+                raise Changed
+            for one, other in zip(kept, new, strict=True):
+                self._compare(one, other, pairs)
+        elif isinstance(kept, np.ndarray):
+            if kept is new:
+                return
+            if kept.shape != new.shape or kept.dtype != new.dtype or id(kept) in self.held:
+                raise Changed
+            if kept.dtype.kind in "iu":
+                pairs.append((kept, new))
+        elif kept != new:
+            raise Changed
+
+
+def _arrays(tree: Any) -> Iterator[np.ndarray]:
+    """The arrays of nested tuples."""
+    if isinstance(tree, np.ndarray):
+        yield tree
+    elif isinstance(tree, tuple):
+        for one in tree:
+            yield from _arrays(one)
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an array that may be filled in inference mode and out of it."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype)
+
+
+def _fill(room: Tensor, array: Tensor) -> None:
+    room.copy_(array.detach() if array.requires_grad else array)
+
+
+class _Layer(NamedTuple):
+    calls: openmp.Calls
+    out: Tensor  # [B, Hq, D] float32
+    read: FusedOutput
+
+
+class KeptLayers(Following):
+    """Sparse layers of one cache for queries [B, Hq, D], as one thread asks for them. Layers that are written alike are
+    followed together."""
+
+    def __init__(self, kernels: Any, cache: Any, q: Tensor, plan: StepPlan) -> None:
+        check_query(cache.spec, q.shape)
+        super().__init__(kernels, cache, plan)
+        self.q = _room(q.shape, torch.float32)
+        self.layers: dict[int, _Layer] = {}
+        self.known: FusedOutput | None = None
+        self.followed = 0, 0  # the step's plan, by its id, and what its layers were written
+
+    def fits(self, q: Tensor, plan: StepPlan) -> bool:
+        return self.q.shape == q.shape and self.plan.config is plan.config
+
+    def attend(self, cache: Any, layer: int, q: Tensor, plan: StepPlan) -> FusedRead:
+        """`attend_fused`. Raises `Changed` where other calls are needed."""
+        if not self.layers:
+            self._make(cache, layer)
+        history = cache.state[layer].history
+        if cache.state[self.examples[False][0]].history != history:
+            raise Changed  # layers that were written otherwise select other numbers of groups
+        if self.followed != (id(plan), history):
+            self.known, self.followed = self.follow(cache, plan), (id(plan), history)
+            self.asked = plan  # which keeps its id
+        one = self.layers.get(layer) or self._make(cache, layer)
+        read, array = one.read, self.kernels.array
+        assert self.known is not None
+        chosen = self.known.chosen
+        _fill(self.q, q)
+        read.stamps[:] = 0
+        self.kernels.team.run_all(one.calls)
+        groups, selected_mask = array(read.chosen.groups.copy()), array(read.chosen.selected_mask.copy())
+        selection = Selection(
+            groups, array(chosen.counts), chosen.common_counts, chosen.always_selected, selected_mask=selected_mask
+        )
+        out = one.out.to(q.dtype, copy=True)
+        return FusedRead(out, array(read.read.lse.copy()), selection, array(read.skipped.copy()), read.stamps.copy())
+
+    def _make(self, cache: Any, layer: int) -> _Layer:
+        q, batch = self.q.numpy(), len(self.q)
+        example = self.examples.get(False)
+        filled = None if example is None or example[3] is None else example[3].chosen
+        skipped = np.zeros((batch, cache.spec.num_kv_heads), np.float32), np.zeros(3, np.int64)
+        call, out, read = self.kernels.attending(cache, layer, q, self.plan, *skipped, filled)
+        self.examples.setdefault(False, (layer, q, call, read))
+        one = self.layers[layer] = _Layer(openmp.Calls([call]), torch.from_numpy(out), read)
+        self.hold(cache)
+        return one
+
+
+class KeptRows:
+    """Writes of one K and V row of each of B sequences to the layers of one cache, as one thread asks for them, where
+    no group gets its summary."""
+
+    def __init__(self, kernels: Any, cache: Any, k: Tensor) -> None:
+        self.span_tokens = cache.cache_config.span_tokens
+        self.k, self.v = (_room(k.shape, k.dtype) for _ in range(2))
+        self.slots, self.progress = np.zeros(len(k), np.int64), threads.new_progress(1)
+        given, host = [kernels.host(one) for one in (self.k, self.v)], kernels.pools(cache)
+        self.calls = [
+            kernels.placing(cache, layer, given, self.slots, host.flat(cache.finite[layer]))
+            for layer in range(cache.spec.num_layers)
+        ]
+        self.first: tuple[int, bytes, GroupState | None] = 0, b"", None  # layer of a step: its history, what it wrote
+
+    def write(self, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> None:
+        _fill(self.k, k)
+        _fill(self.v, v)
+        self.slots[...] = slots
+        self.progress[...] = 0
+        call, state = self.calls[layer], cache.state[layer]
+        call.kernel(self.progress, *call.args)
+        history, wrote, first = self.first
+        given = slots.tobytes()
+        if first is not None and state.history == history and wrote == given:
+            state.follow(first, slots)
+        else:
+            self.first = state.history, given, state
+            state.plan(slots)
+
+
+def attend(kernels: Any, cache: Any, layer: int, q: Tensor, plan: StepPlan) -> FusedRead:
+    """`attend_fused` by calls that are kept with the cache."""
+    key = "layers", get_ident()
+    kept: KeptLayers | None = cache.steps.get(key)
+    if kept is not None and kept.fits(q, plan):
+        with suppress(Changed):
+            return kept.attend(cache, layer, q, plan)
+    kept = KeptLayers(kernels, cache, q, plan)
+    keep(cache, key, kept)
+    return kept.attend(cache, layer, q, plan)
+
+
+def unsupported_rows(cache: Any, k: Tensor, v: Tensor) -> str | None:
+    """Return why more follows from a row than that its group is longer, or other rows are stored, or None."""
+    spec, cache_config = cache.spec, cache.cache_config
+    if spec.quantised or cache_config.has_bounds or not (cache_config.enabled and cache_config.method_spec.coded):
+        return f"{spec.k_bits} and {spec.v_bits} bits, bounds or method {cache_config.method}"
+    of = DTYPES[spec.dtype]
+    if not (k.dtype == v.dtype and (k.dtype == of or (k.dtype == torch.float32 and of == torch.bfloat16))):
+        return f"rows of {k.dtype} and {v.dtype}"
+    return None
+
+
+def write(kernels: Any, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> bool:
+    """Puts rows k, v [B, Hkv, D] to slots [B] of units of their own by calls that are kept with the cache. Return
+    whether it did: not where more follows than that groups are longer."""
+    key = "rows", get_ident()
+    kept: KeptRows | None = cache.steps.get(key)
+    if kept is None or kept.k.shape != k.shape or kept.k.dtype != k.dtype or v.dtype != k.dtype:
+        if unsupported_rows(cache, k, v) is not None:
+            return False
+        kept = KeptRows(kernels, cache, k)
+        keep(cache, key, kept)
+    if any((slot + 1) % kept.span_tokens == 0 for slot in slots.tolist()):  # its span gets its summary
+        return False
+    kept.write(cache, layer, k, v, slots)
+    return True
