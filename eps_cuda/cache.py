@@ -25,7 +25,8 @@ from eps_cuda.pools import check_pools
 class Cache(shared.ArrayCache):
     ops: ClassVar[Ops] = OPS
 
-    # triton: graph.StaticStep, numba: cpu_step.CpuStep; by model, batch and what is read, oldest first
+    # triton: graph.StaticStep, numba: cpu_step.CpuStep, by model, batch and what is read; and what is kept of single
+    # layers, by thread (kernels.kept). Oldest first
     steps: dict[Any, Any] = field(default_factory=dict)
     # numba: pools as numpy sees them, by their id, and the pools, which keep it theirs: a twentieth of a step of 2k
     views: dict[Any, tuple[Any, Any]] = field(default_factory=dict)

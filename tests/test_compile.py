@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eps_core.cpu.compile import HOLDS
+from eps_core.cpu.beside import HOLDS
 from eps_core.cpu.usable import why_not
 from eps_core.errors import ConfigError
 from eps_core.io import caches
@@ -76,14 +76,12 @@ print(found.count(None))
 
 # a check that calls one kernel of two: where another process may help, it compiles the other, too
 CHECK = """
-import os
 import sys
 import time
-from pathlib import Path
 import numpy as np
 from eps_core.cpu import beside, threads
 from eps_core.io import caches
-os.cpu_count = lambda: int(sys.argv[1])
+beside.num_cores = lambda: int(sys.argv[1])
 import some_kernels
 def calls():
     for kernel in (some_kernels.shared, some_kernels.beside):
@@ -98,6 +96,7 @@ with beside.preparing(calls):
     while sys.argv[1] == "2" and not is_kept("beside") and time.monotonic() < until:
         time.sleep(0.01)
     child = beside._state.child
+assert (child is not None) == (sys.argv[1] == "2")
 assert out[0] == 2 and beside._state.child is None and (child is None or child.returncode is not None)
 print(int(is_kept("beside")))
 """
@@ -114,15 +113,17 @@ def beside(progress, out):
 HOLDER = """
 import sys
 import numpy as np
-from eps_core.cpu import compile, units
-real = compile._hold
+from eps_core.cpu import beside, units
+real = beside.hold
 def hold(path):
-    real(path)
+    held = real(path)
     print("holds", flush=True)
     if sys.stdin.readline() == "end\\n":
         sys.exit()
-compile._hold = hold
+    return held
+beside.hold = hold
 units.place_spans(*[np.ones(1, np.int32)] * 2, 1, 1, 1, 1, np.zeros(1, np.uint8), np.zeros(1, np.int64))
+sys.stdin.readline()
 """
 
 
@@ -163,8 +164,11 @@ def test_a_process_waits_for_what_another_compiles_unless_that_ends(says: str, t
     with pytest.raises(subprocess.TimeoutExpired):
         other.wait(3)
     assert kept(tmp_path) == []
-    holder.communicate(f"{says}\n")
-    compiled = int(other.communicate(timeout=300)[0])
+    holder.stdin.write(f"{says}\n")
+    holder.stdin.flush()
+    compiled = int(other.communicate(timeout=30)[0])  # while what holds it goes on, unless it ended
+    assert says == "end" or holder.poll() is None
+    holder.communicate("\n" if says == "go on" else None)
     assert compiled == (1 if says == "end" else 0) and len(kept(tmp_path)) == 1
 
 

@@ -99,6 +99,8 @@ def test_what_is_timed_is_sparse_although_the_config_says_dense(target, monkeypa
 def test_a_layer_is_timed_as_whole_steps_repeat_it(monkeypatch) -> None:
     """Where they do: not in an engine, nor over K and V in formats that no kernel reads."""
     from eps_core.cpu import openmp
+    from eps_cuda.kernels import kept
+    from eps_cuda.kernels.cpu import TorchKernels
 
     made: list[openmp.Calls] = []
     real = openmp.Team.run_all
@@ -112,6 +114,8 @@ def test_a_layer_is_timed_as_whole_steps_repeat_it(monkeypatch) -> None:
     dense, sparse, *_ = (calls._held[0][1] for calls in made)
     assert len(dense) > len(sparse)  # arguments of attention alone, and of a whole sparse layer
     made.clear()
+    # an engine's layers have kept calls of their own
+    monkeypatch.setattr(kept, "attend", lambda kernels, *at: super(TorchKernels, kernels).attend_fused(*at))
     measure(backend, "cpu", "numba", SPEC, 4, config, 2048)
     measure(backend, "cpu", "numba", CacheSpec(4, 2, 16, 1, k_bits="fp8", v_bits=8), 4, config, 2048, whole_steps=True)
     assert not made

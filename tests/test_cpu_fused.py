@@ -172,7 +172,7 @@ def test_sparse_layers_take_it(backend):
 
 def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
     """Scoring and selecting took 200 of 1,000 ns, so 0.2 s of the layer's second."""
-    monkeypatch.setattr(openmp.Team, "serves", lambda self: False)  # calls that are kept go past `run`
+    monkeypatch.setattr(openmp.Team, "serves", lambda self, **how: False)  # calls that are kept go past `run`
     s, module = filled(backend, CASES[0]), kernels_of(backend)
     real = module.run
 
@@ -199,7 +199,7 @@ def test_a_run_takes_it_in_every_layer_of_every_step(whole, monkeypatch):
     steps_made, run_all = [], openmp.Team.run_all
     monkeypatch.setattr(openmp.Team, "run_all", lambda self, made: steps_made.append(run_all(self, made)))
     if not whole:
-        monkeypatch.setattr(openmp.Team, "serves", lambda self: False)
+        monkeypatch.setattr(openmp.Team, "serves", lambda self, **how: False)
     session, config = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16"), EpsConfig.of(method="rq")
     cache, pool = session.cache(config.cache_config, 1300)
     kernel, taken = session.backend.kernel_of(cache, "attend_fused"), []

@@ -1,20 +1,35 @@
-"""A second process that compiles what a check of kernels is about to call, from the last call to the first, while the
-check compiles in order: a first run waits for about half as long. numba compiles one function at a time in a process.
+"""Processes that compile the same kernels at the same time: what one compiles, others wait for. And a second process
+that compiles what a check of kernels is about to call, from the last call to the first, while the check compiles in
+order, which halves the wait of a first run: numba compiles one function at a time in a process.
 
-The calls are made once without kernels, whose names and types of arguments are noted. What both processes need, the one
-compiles that comes first (`compile`). Whatever fails here costs time alone.
+For the second process the calls are made once without kernels, whose names and types of arguments are noted. Whatever
+fails here costs time alone.
 """
 
+import fcntl
+import functools
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
+
+LONGEST_WAIT_S = 60.0  # for what another process compiles
+HOLDS = ".held"
+# safely from where this process imports; the list follows
+_PROGRAM = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from eps_core.cpu.openmp import compile_all; compile_all()"
+)
 
 
 class _State(threading.local):
@@ -28,6 +43,7 @@ class _State(threading.local):
 
 
 _state = _State()
+_held: set[Path] = set()  # files that this process holds
 
 
 @contextmanager
@@ -39,6 +55,8 @@ def preparing(calls: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         _state.preparing, _state.calls = before, None
+        for path in list(_held):  # of a compilation that failed
+            release(path)
         if _state.child is not None:
             _state.child.kill()  # nobody waits for what is left
             _state.child.wait()
@@ -62,18 +80,56 @@ def record(kernel: Any, args: tuple[Any, ...], packed: bool = False) -> None:
 def begin() -> None:
     """Something has to be compiled: starts the second process, once in a check and where there is a core for it."""
     calls, _state.calls = _state.calls, None
-    if calls is None or (os.cpu_count() or 1) < 2:
+    if calls is None or num_cores() < 2 or not sys.executable or getattr(sys, "frozen", False):
         return
     recorded = _state.recorded = []
     try:
-        with suppress(Exception):  # what no kernel filled may be refused
-            calls()
+        with suppress(Exception), warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            calls()  # which may refuse what no kernel filled
     finally:
         _state.recorded = None
-    program, quiet = "from eps_core.cpu.openmp import compile_all; compile_all()", subprocess.DEVNULL
-    with suppress(OSError):
-        child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
+    quiet = subprocess.DEVNULL
+    with suppress(Exception):
+        given = pickle.dumps(sys.path) + pickle.dumps(recorded[::-1])
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet
+        )
         _state.child = child
         assert child.stdin is not None
-        with child.stdin as given:
-            given.write(pickle.dumps(recorded[::-1]))
+        with child.stdin as to:
+            to.write(given)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _holds(folder: Path) -> int:
+    """Return a file of which a process holds a byte for each function that it compiles, until it ends."""
+    return os.open(folder / HOLDS, os.O_CREAT | os.O_RDWR, 0o600)
+
+
+def hold(path: Path) -> bool:
+    """Wait while another process compiles the function that is kept there, and hold it for this one. False where files
+    cannot be locked, or for too long: both compile it."""
+    until = time.monotonic() + LONGEST_WAIT_S
+    while time.monotonic() < until:
+        try:
+            fcntl.lockf(_holds(path.parent), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(path.name[-12:], 16))
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:
+            return False
+        else:
+            _held.add(path)
+            return True
+    return False
+
+
+def release(path: Path) -> None:
+    _held.discard(path)
+    with suppress(OSError):
+        fcntl.lockf(_holds(path.parent), fcntl.LOCK_UN, 1, int(path.name[-12:], 16))

@@ -9,7 +9,6 @@ numba copies the code of what a function calls into it and optimises all of it a
 a loop; of a call that lasts microseconds it only costs compilation, and `call_by_name` leaves that code where it is.
 """
 
-import fcntl
 import functools
 import hashlib
 import importlib
@@ -17,7 +16,6 @@ import os
 import pickle
 import platform
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -38,8 +36,6 @@ from eps_core.io import caches
 # never nnan or ninf: infinities carry meaning here
 FAST = frozenset({"reassoc", "contract", "arcp", "nsz"})
 _DIGEST = hashlib.sha256().digest_size
-LONGEST_WAIT_S = 60.0  # for what another process compiles
-HOLDS = ".held"
 _named: dict[str, tuple[Any, tuple[Any, ...]]] = {}  # symbols that other code calls: the kernel, types of its arguments
 
 
@@ -131,12 +127,12 @@ class _Kept(NullCache):
         found = None if path is None else _read(path, target_context)
         if found is None:
             _say("compiling CPU kernels for this machine, once: up to half a minute ..")
-            beside.begin()
-            if path is not None:
-                _hold(path)
+            if path is not None and beside.hold(path):
                 found = _read(path, target_context)
                 if found is not None:
-                    _release(path)
+                    beside.release(path)
+                else:
+                    beside.begin()
         return found
 
     def save_overload(self, sig: Any, data: CompileResult) -> None:
@@ -151,7 +147,7 @@ class _Kept(NullCache):
             fault = caches.keep(path, hashlib.sha256(code).digest() + code)
             if fault is not None:
                 _say(f"compiled kernels cannot be kept in {path.parent} ({fault}): set {caches.VARIABLE}")
-        _release(path)
+        beside.release(path)
 
 
 def _read(path: Path, target_context: Any) -> CompileResult | None:
@@ -165,31 +161,6 @@ def _read(path: Path, target_context: Any) -> CompileResult | None:
         return None
     calls, kept = pickle.loads(code)
     return CompileResult._rebuild(target_context, *kept) if all(_is_loaded(*call) for call in calls) else None
-
-
-@functools.cache
-def _holds(folder: Path) -> int:
-    """Return a file of which a process holds a byte for each function that it compiles, until it ends."""
-    return os.open(folder / HOLDS, os.O_CREAT | os.O_RDWR, 0o600)
-
-
-def _hold(path: Path) -> None:
-    """Wait while another process compiles this function, and hold it for this one. Where files cannot be locked, both
-    compile it."""
-    until = time.monotonic() + LONGEST_WAIT_S
-    while time.monotonic() < until:
-        try:
-            fcntl.lockf(_holds(path.parent), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(path.name[-12:], 16))
-            return
-        except BlockingIOError:
-            time.sleep(0.01)
-        except OSError:
-            return
-
-
-def _release(path: Path) -> None:
-    with suppress(OSError):
-        fcntl.lockf(_holds(path.parent), fcntl.LOCK_UN, 1, int(path.name[-12:], 16))
 
 
 def _is_loaded(symbol: str, module: str, name: str, arg_types: tuple[Any, ...]) -> bool:

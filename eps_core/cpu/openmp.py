@@ -227,7 +227,7 @@ class Team:
             beside.record(kernel, given)
             beside.record(kernel, (_NO_ROOM, _NO_CALL, given), packed=True)
             return
-        if beside.is_preparing() and number > 1 and not forks.forked():
+        if beside.is_preparing() and not forks.forked():
             threads.run(kernel, phases, *args, alone=True)
             Calls([Call(kernel, phases, args)]).run(self.parallel, number)
         if forks.forked() or not (alone or number == 1 or self.patience.asks_team()):
@@ -237,10 +237,10 @@ class Team:
         else:
             self.patience.note(Calls([Call(kernel, phases, args)]).run(self.parallel, number))
 
-    def serves(self) -> bool:
+    def serves(self, counted: bool = True) -> bool:
         """Return whether `run_all` may be called: not in a forked child, nor while helpers are preferred (`Patience`,
-        which counts the calls)."""
-        return not forks.forked() and self.patience.asks_team()
+        which counts the calls; unless `counted`, as where `run` follows if not)."""
+        return not forks.forked() and (self.patience.asks_team() if counted else not self.patience.left)
 
     def run_all(self, calls: Calls) -> None:
         """Makes all the calls again. Not for two threads at a time."""

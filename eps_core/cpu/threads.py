@@ -75,7 +75,7 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
     check(progress)
 
 
-def serves() -> bool:
+def serves(counted: bool = True) -> bool:
     """Return whether several calls can be made as one, as `openmp.Team` does. They cannot: helpers that come late would
     read arrays that the next step fills."""
     return False

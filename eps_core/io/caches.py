@@ -39,7 +39,8 @@ def _first_writable(wanted: tuple[Path, ...]) -> Path | None:
             with tempfile.TemporaryFile(dir=path):
                 if path != wanted[0]:
                     print(f"{VARIABLE} {wanted[0]} cannot be written: using {path}", file=sys.stderr)
-                clear_old(path, ".*.partial", days=1)  # of runs that were killed
+                for pattern in (".*.partial", "kernels-*/.*.partial"):  # of runs that were killed
+                    clear_old(path, pattern, days=1)
                 return path.resolve()
     tried = ", ".join(map(str, wanted)) or "no home"
     print(f"no cache folder can be written ({tried}): nothing is kept; set {VARIABLE} to a folder", file=sys.stderr)

@@ -187,7 +187,7 @@ class GroupState:
 
     def forget(self) -> None:
         """Nothing is known of any group: the pool was, or may have been, written by others."""
-        self.history = hash((self.history, "forget"))
+        self.history = 0  # as before the first write
         self._release_open(*self._open)
         self.fill[:] = 0
 

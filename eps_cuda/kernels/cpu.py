@@ -82,7 +82,7 @@ class TorchKernels(CpuKernels):
         return torch.from_numpy(array)
 
     def attend_fused(self, cache: Any, layer: int, q: Tensor, plan: StepPlan) -> FusedRead:
-        if beside.is_preparing() or not self.team.serves():
+        if beside.is_preparing() or not self.team.serves(counted=False):
             return super().attend_fused(cache, layer, q, plan)
         return kept.attend(self, cache, layer, q, plan)
 

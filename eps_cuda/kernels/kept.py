@@ -17,13 +17,14 @@ from torch import Tensor
 
 from eps_core.attention.protocol import FusedRead, Selection
 from eps_core.cpu import calls, openmp, threads
+from eps_core.cpu.calls import Chosen
 from eps_core.cpu.kernels import FusedOutput
 from eps_core.kv_cache.counts import check_query
 from eps_core.kv_cache.groups import GroupState
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.device import DTYPES
 
-MOST_STEPS = 8  # of one cache, by batch and what is read; the oldest goes first
+MOST_STEPS = 8  # of one cache: whole steps by batch and what is read, and two of each thread; the oldest goes first
 Pair = tuple[np.ndarray, np.ndarray]
 # of a layer that stands for others: its number, its queries, its call, and what it gives where it is sparse
 Example = tuple[int, np.ndarray, calls.Call, FusedOutput | None]
@@ -38,7 +39,7 @@ def keep(cache: Any, key: Any, step: Any) -> None:
     cache.steps.pop(key, None)
     cache.steps[key] = step
     while len(cache.steps) > MOST_STEPS:
-        cache.steps.pop(next(iter(cache.steps)))
+        cache.steps.pop(next(iter(cache.steps)), None)
 
 
 class Following:
@@ -67,8 +68,8 @@ class Following:
         pairs: list[Pair] = []
         for layer, q, kept, given in self.examples.values():
             filled = None if given is None else given.chosen
-            shown = np.empty((len(q), cache.spec.num_kv_heads), np.float32), np.zeros(3, np.int64)
-            call, _, read = self.kernels.attending(cache, layer, q, plan, *shown, filled)
+            unused = np.empty((len(q), cache.spec.num_kv_heads), np.float32), np.zeros(3, np.int64)
+            call, _, read = self.kernels.attending(cache, layer, q, plan, *unused, filled)
             known = read or known
             self._compare(kept.args, call.args, pairs)
         for kept_array, array in pairs:
@@ -129,11 +130,9 @@ class KeptLayers(Following):
         super().__init__(kernels, cache, plan)
         self.q = _room(q.shape, torch.float32)
         self.layers: dict[int, _Layer] = {}
-        self.known: FusedOutput | None = None
-        self.followed = 0, 0  # the step's plan, by its id, and what its layers were written
-
-    def fits(self, q: Tensor, plan: StepPlan) -> bool:
-        return self.q.shape == q.shape and self.plan.config is plan.config
+        self.chosen: Chosen | None = None  # numbers of the step that no later one fills
+        self.first = self.asked = plan
+        self.followed: int | None = None  # the history of its layers' writes
 
     def attend(self, cache: Any, layer: int, q: Tensor, plan: StepPlan) -> FusedRead:
         """`attend_fused`. Raises `Changed` where other calls are needed."""
@@ -142,13 +141,16 @@ class KeptLayers(Following):
         history = cache.state[layer].history
         if cache.state[self.examples[False][0]].history != history:
             raise Changed  # layers that were written otherwise select other numbers of groups
-        if self.followed != (id(plan), history):
-            self.known, self.followed = self.follow(cache, plan), (id(plan), history)
-            self.asked = plan  # which keeps its id
+        if self.asked is not plan or self.followed != history:
+            known = self.follow(cache, plan)
+            assert known is not None
+            self.chosen, self.asked, self.followed = known.chosen, plan, history
+        if layer not in self.layers and plan is not self.first:
+            raise Changed  # of `plan` only what calls read is that of the step
         one = self.layers.get(layer) or self._make(cache, layer)
         read, array = one.read, self.kernels.array
-        assert self.known is not None
-        chosen = self.known.chosen
+        chosen = self.chosen
+        assert chosen is not None
         _fill(self.q, q)
         read.stamps[:] = 0
         self.kernels.team.run_all(one.calls)
@@ -165,9 +167,16 @@ class KeptLayers(Following):
         filled = None if example is None or example[3] is None else example[3].chosen
         skipped = np.zeros((batch, cache.spec.num_kv_heads), np.float32), np.zeros(3, np.int64)
         call, out, read = self.kernels.attending(cache, layer, q, self.plan, *skipped, filled)
-        self.examples.setdefault(False, (layer, q, call, read))
+        if example is None:
+            self.examples[False] = layer, q, call, read
+            self.hold(cache)
+            numbers = (read.chosen.counts, read.chosen.common_counts, read.chosen.always_selected)
+            counts, common_counts, always_selected = (one.copy() for one in numbers)
+            self.chosen = read.chosen._replace(
+                counts=counts, common_counts=common_counts, always_selected=always_selected
+            )
+            self.followed = cache.state[layer].history
         one = self.layers[layer] = _Layer(openmp.Calls([call]), torch.from_numpy(out), read)
-        self.hold(cache)
         return one
 
 
@@ -176,7 +185,6 @@ class KeptRows:
     no group gets its summary."""
 
     def __init__(self, kernels: Any, cache: Any, k: Tensor) -> None:
-        self.span_tokens = cache.cache_config.span_tokens
         self.k, self.v = (_room(k.shape, k.dtype) for _ in range(2))
         self.slots, self.progress = np.zeros(len(k), np.int64), threads.new_progress(1)
         given, host = [kernels.host(one) for one in (self.k, self.v)], kernels.pools(cache)
@@ -184,7 +192,8 @@ class KeptRows:
             kernels.placing(cache, layer, given, self.slots, host.flat(cache.finite[layer]))
             for layer in range(cache.spec.num_layers)
         ]
-        self.first: tuple[int, bytes, GroupState | None] = 0, b"", None  # layer of a step: its history, what it wrote
+        # of a step's first layer: its history, what it wrote, its history then
+        self.first: tuple[int, bytes, int, GroupState | None] = 0, b"", 0, None
 
     def write(self, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> None:
         _fill(self.k, k)
@@ -193,20 +202,20 @@ class KeptRows:
         self.progress[...] = 0
         call, state = self.calls[layer], cache.state[layer]
         call.kernel(self.progress, *call.args)
-        history, wrote, first = self.first
-        given = slots.tobytes()
-        if first is not None and state.history == history and wrote == given:
+        history, wrote, after, first = self.first
+        before, given = state.history, slots.tobytes()
+        if first is not None and before == history and wrote == given and first.history == after:
             state.follow(first, slots)
         else:
-            self.first = state.history, given, state
             state.plan(slots)
+            self.first = before, given, state.history, state
 
 
 def attend(kernels: Any, cache: Any, layer: int, q: Tensor, plan: StepPlan) -> FusedRead:
     """`attend_fused` by calls that are kept with the cache."""
     key = "layers", get_ident()
     kept: KeptLayers | None = cache.steps.get(key)
-    if kept is not None and kept.fits(q, plan):
+    if kept is not None and kept.q.shape == q.shape:
         with suppress(Changed):
             return kept.attend(cache, layer, q, plan)
     kept = KeptLayers(kernels, cache, q, plan)
@@ -228,6 +237,9 @@ def unsupported_rows(cache: Any, k: Tensor, v: Tensor) -> str | None:
 def write(kernels: Any, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> bool:
     """Puts rows k, v [B, Hkv, D] to slots [B] of units of their own by calls that are kept with the cache. Return
     whether it did: not where more follows than that groups are longer."""
+    span_tokens = cache.cache_config.span_tokens
+    if any((slot + 1) % span_tokens == 0 for slot in slots.tolist()):  # its span gets its summary
+        return False
     key = "rows", get_ident()
     kept: KeptRows | None = cache.steps.get(key)
     if kept is None or kept.k.shape != k.shape or kept.k.dtype != k.dtype or v.dtype != k.dtype:
@@ -235,7 +247,5 @@ def write(kernels: Any, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.
             return False
         kept = KeptRows(kernels, cache, k)
         keep(cache, key, kept)
-    if any((slot + 1) % kept.span_tokens == 0 for slot in slots.tolist()):  # its span gets its summary
-        return False
     kept.write(cache, layer, k, v, slots)
     return True
