@@ -61,8 +61,9 @@ def prepare(request: RunRequest) -> Job:
     if request.cache_dir is not None:
         check_stored(request.config.cache_config, len(prompts))
     pool = session.cache_spec(*job.room(request.config.cache_config))
-    dense.check_kernels(job.dense_store, request.verify.enabled)
+    # the one that takes most kernels first: two processes compile them
     session.check_kernels(request.config.cache_config, request.verify.enabled)
+    dense.check_kernels(job.dense_store, request.verify.enabled)
     if request.auto_min_context:
         job.cost, _ = cost_of(
             session.backend, session.device, session.kernels, pool, spec.num_heads, request.config, spec.max_context,
