@@ -51,7 +51,7 @@ class Run:
         return torch.from_numpy(self.rng.standard_normal((number, heads, SPEC.head_dim), np.float32)).to(self.dtype)
 
     def step(self, rows: slice = slice(0, 2), skip: int | None = None) -> list[Any]:
-        """Write a token of each sequence and attend, in every layer; `skip`: a layer that nobody asks."""
+        """Write a token of each sequence and attend, in every layer but that `skip` is written alone."""
         unit, lengths = self.config.cache_config.unit_tokens, self.lengths[rows]
         tables = self.tables[rows]
         slots = tables[np.arange(len(lengths)), lengths // unit].astype(np.int64) * unit + lengths % unit

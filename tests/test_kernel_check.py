@@ -1,9 +1,11 @@
 """The check that a run makes before it trusts kernels: good ones pass, bad ones are named, all are compiled in it."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -78,6 +80,28 @@ def test_what_is_wrong_is_named(monkeypatch, name, change, expected) -> None:
     config = EpsConfig.of(method="rq")
     fault = disagreement(eps_cuda, "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, config, verified=True)
     assert fault is not None and expected in fault
+
+
+def test_a_second_process_is_told_of_all_that_the_check_compiles(monkeypatch) -> None:
+    """Made without kernels, the calls are those of the check, of the same types."""
+    import eps_cuda
+    from eps_core.cpu import beside, openmp
+
+    shape = "cpu", "numba", CacheSpec(1, 2, 32, 1, "bfloat16"), 4, EpsConfig.of(method="rq")
+    assert disagreement(eps_cuda, *shape, verified=True) is None
+    given, recorded, preparing = [], [], beside.preparing
+    monkeypatch.setattr(beside, "preparing", lambda calls: given.append(calls) or preparing(calls))
+    assert disagreement(eps_cuda, *shape, verified=True) is None
+    monkeypatch.setattr(beside._state, "recorded", recorded)
+    with preparing(given[0]), np.errstate(all="ignore"), suppress(Exception):
+        given[0]()
+    kernels = {(module, name, packed) for module, name, packed, _ in recorded}
+    for module, name, packed, arg_types in recorded:
+        kernel = getattr(importlib.import_module(module), name)
+        assert arg_types in (openmp._PACKERS[kernel] if packed else kernel).overloads, (module, name, packed)
+    names = ("place_rows", "build_units", "attend_rows", "attend", "score_units", "select_topk", "score_and_read")
+    for name in names:
+        assert {packed for _, one, packed in kernels if one == name} == {True, False}, name
 
 
 @pytest.mark.parametrize("found", [None, "wrong"])

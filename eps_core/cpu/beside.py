@@ -58,7 +58,7 @@ def preparing(calls: Callable[[], object]) -> Iterator[None]:
         for path in list(_held):  # of a compilation that failed
             release(path)
         if _state.child is not None:
-            _state.child.kill()  # nobody waits for what is left
+            _state.child.kill()  # the rest of its list is not needed
             _state.child.wait()
             _state.child = None
 

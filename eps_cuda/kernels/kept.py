@@ -2,8 +2,7 @@
 the same rules as those of an engine, which asks layer by layer.
 
 Between two layers an engine's weights pass through the CPU's caches, after which every operation of Python costs
-microseconds: preparing a layer's arguments and results again took as long as its kernel (0.4 ms at 8,192
-tokens).
+microseconds: preparing a layer's arguments and results again took as long as its kernel (0.4 ms at 8,192 tokens).
 """
 
 from collections.abc import Iterator, Sequence
@@ -148,8 +147,7 @@ class KeptLayers(Following):
         if layer not in self.layers and plan is not self.first:
             raise Changed  # of `plan` only what calls read is that of the step
         one = self.layers.get(layer) or self._make(cache, layer)
-        read, array = one.read, self.kernels.array
-        chosen = self.chosen
+        read, chosen, array = one.read, self.chosen, self.kernels.array
         assert chosen is not None
         _fill(self.q, q)
         read.stamps[:] = 0
@@ -170,14 +168,11 @@ class KeptLayers(Following):
         if example is None:
             self.examples[False] = layer, q, call, read
             self.hold(cache)
-            numbers = (read.chosen.counts, read.chosen.common_counts, read.chosen.always_selected)
-            counts, common_counts, always_selected = (one.copy() for one in numbers)
-            self.chosen = read.chosen._replace(
-                counts=counts, common_counts=common_counts, always_selected=always_selected
-            )
+            numbers = ("counts", "common_counts", "always_selected")
+            self.chosen = read.chosen._replace(**{name: getattr(read.chosen, name).copy() for name in numbers})
             self.followed = cache.state[layer].history
-        one = self.layers[layer] = _Layer(openmp.Calls([call]), torch.from_numpy(out), read)
-        return one
+        self.layers[layer] = _Layer(openmp.Calls([call]), torch.from_numpy(out), read)
+        return self.layers[layer]
 
 
 class KeptRows:
@@ -223,15 +218,12 @@ def attend(kernels: Any, cache: Any, layer: int, q: Tensor, plan: StepPlan) -> F
     return kept.attend(cache, layer, q, plan)
 
 
-def unsupported_rows(cache: Any, k: Tensor, v: Tensor) -> str | None:
-    """Return why more follows from a row than that its group is longer, or other rows are stored, or None."""
-    spec, cache_config = cache.spec, cache.cache_config
+def _is_supported(cache: Any, k: Tensor, v: Tensor) -> bool:
+    """Return whether such rows are stored as they are given, and nothing else follows than that groups are longer."""
+    spec, cache_config, of = cache.spec, cache.cache_config, DTYPES[cache.spec.dtype]
     if spec.quantised or cache_config.has_bounds or not (cache_config.enabled and cache_config.method_spec.coded):
-        return f"{spec.k_bits} and {spec.v_bits} bits, bounds or method {cache_config.method}"
-    of = DTYPES[spec.dtype]
-    if not (k.dtype == v.dtype and (k.dtype == of or (k.dtype == torch.float32 and of == torch.bfloat16))):
-        return f"rows of {k.dtype} and {v.dtype}"
-    return None
+        return False
+    return k.dtype == v.dtype and (k.dtype == of or (k.dtype == torch.float32 and of == torch.bfloat16))
 
 
 def write(kernels: Any, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> bool:
@@ -243,7 +235,7 @@ def write(kernels: Any, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.
     key = "rows", get_ident()
     kept: KeptRows | None = cache.steps.get(key)
     if kept is None or kept.k.shape != k.shape or kept.k.dtype != k.dtype or v.dtype != k.dtype:
-        if unsupported_rows(cache, k, v) is not None:
+        if not _is_supported(cache, k, v):
             return False
         kept = KeptRows(kernels, cache, k)
         keep(cache, key, kept)
