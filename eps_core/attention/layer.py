@@ -40,6 +40,7 @@ def sparse_attention(
     audit: bool = False,
     clock: Clock | None = None,
     dense: Callable[[], Array] | None = None,
+    passing: bool = False,
 ) -> tuple[Array, LayerRead]:
     """(out [B, Hq, D] in q's dtype, what was read) of one layer's sparse attention of q [B, Hq, D], unscaled, as
     `plan` says. K and V of the step are in `cache` already.
@@ -47,7 +48,8 @@ def sparse_attention(
     Where every group would be read (`StepPlan.reads_all`) nothing is scored; `dense`, where given, attends then: out
     [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `audit` reads
     everything in addition, for the true share that was left out; its bytes are counted nowhere. `clock` times pre-pass
-    and attention, at the cost of a wait each."""
+    and attention, at the cost of a wait each. `passing`: the next layer may fill `selection` and `lse` of what was read
+    again, which saves copies."""
     config, cache_config, spec = plan.config, cache.cache_config, cache.spec
     batch, kv_heads = len(plan.lengths), spec.num_kv_heads
     read = dense_read(cache, plan)
@@ -62,6 +64,7 @@ def sparse_attention(
         if cache_config.has_bounds:
             stats.skipped_mass_bound = stats.output_error_bound = np.zeros((batch, kv_heads))
     elif (at_once := fused_sparse_attention(backend, cache, layer, q, plan)) is not None:
+        at_once = at_once if passing else at_once.lasting()
         out, lse, selection = at_once.out, at_once.lse, at_once.selection
         pending["counts"], pending["skipped_mass"] = selection.counts, at_once.skipped
         read.selection, stats.always_selected = selection, selection.always_selected
@@ -123,20 +126,17 @@ def dense_read(cache: Any, plan: StepPlan) -> LayerRead:
     """Return the read of a layer that attends densely: every group of every sequence."""
     spec, cache_config = cache.spec, cache.cache_config
 
-    def count() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def count() -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], int]:
         groups = -(-plan.lengths // cache_config.S)
         counts = np.repeat(groups[:, None], spec.num_kv_heads, axis=1)
         shared = counts, groups, np.zeros_like(groups), np.zeros(counts.shape)
         for array in shared:
             array.flags.writeable = False  # of the statistics of all layers
-        return shared
+        return shared, plan.dense_kv_bytes(spec)
 
-    counts, groups, none_always_selected, none_skipped = plan.once(
-        ("dense_read", cache_config.S, spec.num_kv_heads), count
-    )
-    stats = LayerStats(
-        counts, groups, none_always_selected, none_skipped, plan.dense_kv_bytes(spec), summary_bytes_read=0
-    )
+    shared, kv_bytes = plan.once(("dense_read", cache_config.S, spec.num_kv_heads, spec.kv_token_bytes), count)
+    counts, groups, none_always_selected, none_skipped = shared
+    stats = LayerStats(counts, groups, none_always_selected, none_skipped, kv_bytes, summary_bytes_read=0)
     return LayerRead(stats, plan, spec)
 
 

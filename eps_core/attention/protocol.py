@@ -85,6 +85,10 @@ class FusedRead:
     skipped: Array
     stamps: np.ndarray
 
+    def lasting(self) -> "FusedRead":
+        """Return the same in arrays that no later layer fills again: here they are the read's own."""
+        return self
+
 
 @dataclass(frozen=True)
 class ErrorBound:

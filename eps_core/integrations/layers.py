@@ -141,15 +141,16 @@ class SparseAttention:
 
         try:
             step = self._step_of(cache, layer, plan)
-            out, read = sparse_attention(self.backend, cache, layer, q, plan, step.audited, dense=engine)
+            passing = not self.keep_lists
+            out, read = sparse_attention(self.backend, cache, layer, q, plan, step.audited, None, engine, passing)
         except Exception as error:
             if own_faults:
                 raise
             self.tell(error)
             self.fall_back(cache, layer, plan, "error")
             return dense()
-        if not self.keep_lists:
-            read.selection = read.lse = None  # large, and nobody asks
+        if passing:
+            read.selection = read.lse = None
         with self._lock:
             step.reads[layer] = read
         return out

@@ -7,6 +7,7 @@ microseconds: preparing a layer's arguments and results again took as long as it
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -114,10 +115,23 @@ def _fill(room: Tensor, array: Tensor) -> None:
     room.copy_(array.detach() if array.requires_grad else array)
 
 
+class _Read(FusedRead):
+    """Of which later layers fill the lists, `lse` and `stamps` again."""
+
+    def lasting(self) -> FusedRead:
+        lists = {name: getattr(self.selection, name).clone() for name in ("groups", "selected_mask")}
+        selection = replace(self.selection, **lists)
+        return FusedRead(self.out, self.lse.clone(), selection, self.skipped, self.stamps.copy())
+
+
 class _Layer(NamedTuple):
     calls: openmp.Calls
+    stamps: np.ndarray
     out: Tensor  # [B, Hq, D] float32
-    read: FusedOutput
+    lse: Tensor
+    skipped: Tensor
+    groups: Tensor
+    selected_mask: Tensor
 
 
 class KeptLayers(Following):
@@ -130,6 +144,7 @@ class KeptLayers(Following):
         self.q = _room(q.shape, torch.float32)
         self.layers: dict[int, _Layer] = {}
         self.chosen: Chosen | None = None  # numbers of the step that no later one fills
+        self.counts: Any = None  # of these, as an array of Torch
         self.first = self.asked = plan
         self.followed: int | None = None  # the history of its layers' writes
 
@@ -144,20 +159,18 @@ class KeptLayers(Following):
             known = self.follow(cache, plan)
             assert known is not None
             self.chosen, self.asked, self.followed = known.chosen, plan, history
+            self.counts = self.kernels.array(known.chosen.counts)
         if layer not in self.layers and plan is not self.first:
             raise Changed  # of `plan` only what calls read is that of the step
-        one = self.layers.get(layer) or self._make(cache, layer)
-        read, chosen, array = one.read, self.chosen, self.kernels.array
+        one, chosen = self.layers.get(layer) or self._make(cache, layer), self.chosen
         assert chosen is not None
         _fill(self.q, q)
-        read.stamps[:] = 0
+        one.stamps[:] = 0
         self.kernels.team.run_all(one.calls)
-        groups, selected_mask = array(read.chosen.groups.copy()), array(read.chosen.selected_mask.copy())
         selection = Selection(
-            groups, array(chosen.counts), chosen.common_counts, chosen.always_selected, selected_mask=selected_mask
+            one.groups, self.counts, chosen.common_counts, chosen.always_selected, selected_mask=one.selected_mask
         )
-        out = one.out.to(q.dtype, copy=True)
-        return FusedRead(out, array(read.read.lse.copy()), selection, array(read.skipped.copy()), read.stamps.copy())
+        return _Read(one.out.to(q.dtype, copy=True), one.lse, selection, one.skipped.clone(), one.stamps)
 
     def _make(self, cache: Any, layer: int) -> _Layer:
         q, batch = self.q.numpy(), len(self.q)
@@ -170,8 +183,10 @@ class KeptLayers(Following):
             self.hold(cache)
             numbers = ("counts", "common_counts", "always_selected")
             self.chosen = read.chosen._replace(**{name: getattr(read.chosen, name).copy() for name in numbers})
+            self.counts = self.kernels.array(self.chosen.counts)
             self.followed = cache.state[layer].history
-        self.layers[layer] = _Layer(openmp.Calls([call]), torch.from_numpy(out), read)
+        shown = out, read.read.lse, read.skipped, read.chosen.groups, read.chosen.selected_mask
+        self.layers[layer] = _Layer(openmp.Calls([call]), read.stamps, *map(self.kernels.array, shown))
         return self.layers[layer]
 
 

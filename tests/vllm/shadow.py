@@ -33,7 +33,7 @@ class Shadow:
                 tokens = cache.spec.num_units * cache.cache_config.unit_tokens
                 self.keys[place] = torch.full((tokens, *key.shape[1:]), torch.nan, dtype=cache.k[place].dtype)
             real = torch.from_numpy(slots >= 0)
-            self.keys[place][torch.from_numpy(slots)[real]] = key[real].to(cache.k[place].dtype)
+            self.keys[place][torch.from_numpy(slots)[real]] = key[: len(slots)][real].to(cache.k[place].dtype)
             write(runtime, place, key, value, slot_mapping, stock)
 
         def watched_attend(place: int, q: Any, plan: Any, dense: Any) -> Any:

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -45,8 +44,7 @@ class EpsImpl:
         if place is None or not runtime.serve(layer, kv_cache):
             stock()
             return
-        # key may be padded beyond the slots, and slots by -1
-        runtime.route.write(runtime, place, key[: len(slot_mapping)], value[: len(slot_mapping)], slot_mapping, stock)
+        runtime.route.write(runtime, place, key, value, slot_mapping, stock)
 
     def forward(
         self,
@@ -123,12 +121,3 @@ def hooked(stock: type, rows: type, by_blocks: type, module: str, name: str) -> 
     }
     # vLLM groups layers by the full name of their backend, and imports it by that name
     return type(f"Eps{stock.__name__}", (stock,), {**members, "__qualname__": name})
-
-
-def real_rows(key: Tensor, value: Tensor, slots: Any) -> tuple[Tensor, Tensor, Any]:
-    """Those of key, value [N, ..] and slots [N] (host) that are no padding."""
-    real = slots >= 0
-    if real.all():
-        return key, value, slots
-    rows = torch.from_numpy(real.nonzero()[0]).to(key.device)
-    return key[rows], value[rows], slots[real]

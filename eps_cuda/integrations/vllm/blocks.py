@@ -13,8 +13,6 @@ from eps_core.attention.protocol import Selection
 from eps_core.kv_cache.groups import WritePlan
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda.adopt import summarise_rows
-from eps_cuda.integrations.vllm.backends import real_rows
-from eps_cuda.integrations.vllm.forward import on_host
 from eps_cuda.integrations.vllm.rows import StridedRows, changed
 
 
@@ -95,7 +93,7 @@ class PackedBlocks(StridedBlocks):
 
     def write(self, runtime: Any, place: int, key: Tensor, value: Tensor, slot_mapping: Tensor, stock: Any) -> None:
         stock()
-        key, _, slots = real_rows(key, value, on_host(slot_mapping).astype(np.int64))
+        key, _, slots = self.real_rows(key, value, slot_mapping)
         cache = runtime.cache
         if place not in self.waiting:
             self.waiting[place] = OpenBlocks(cache.spec.max_open_groups, cache.cache_config.S, cache.k[place])

@@ -54,14 +54,19 @@ class Forward:
 
     def rows_of(self, array: Tensor) -> Tensor:
         """Those of `decode` in an array [tokens, ..] of the batch: a view where all rows decode."""
-        return array[: len(self.decode)] if self.tokens is None else array[self.tokens]
+        return first_rows(array, len(self.decode)) if self.tokens is None else array[self.tokens]
 
     def put(self, array: Tensor, rows: Tensor) -> None:
         """Writes rows [B, ..] to their places in an array [tokens, ..] of the batch."""
         if self.tokens is None:
-            array[: len(self.decode)] = rows
+            first_rows(array, len(self.decode)).copy_(rows)
         else:
             array[self.tokens] = rows.to(array.dtype)
+
+
+def first_rows(array: Tensor, count: int) -> Tensor:
+    """The first rows of an array: itself where it has no others, as even a view takes microseconds."""
+    return array if len(array) == count else array[:count]
 
 
 def units_of(blocks: np.ndarray, lengths: np.ndarray, block_tokens: int, unit_tokens: int) -> np.ndarray:

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.forward_context import get_forward_context
 
 from eps_core.attention.layer import attend_prefill
 from eps_core.backend.cache import write_rows
 from eps_core.errors import require
 from eps_core.kv_cache.rows import Rows
 from eps_cuda.integrations.paged import scaled
-from eps_cuda.integrations.vllm.backends import real_rows
-from eps_cuda.integrations.vllm.forward import on_host
+from eps_cuda.integrations.vllm.forward import first_rows, on_host
 from eps_cuda.ops import OPS
 
 VERIFIED_ROWS = 32  # of a block that reads K and V together; drafts are fewer, recomputed tokens may be thousands
@@ -26,9 +26,25 @@ class Route:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
+        # a forward's context, how many slots it has, those that are no padding, and their rows if others are
+        self._written: tuple[Any, int, np.ndarray, Tensor | None] | None = None
 
     def forget(self) -> None:
         """Drop what waits for its summary: nothing here."""
+
+    def real_rows(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor, np.ndarray]:
+        """Return those of key, value [N, ..] that are no padding, and their slots on the host. Keys may be padded
+        beyond the slots [M], and slots by -1. A GPU is waited for once a forward, not once a layer."""
+        context, num_slots = get_forward_context(), len(slot_mapping)
+        if self._written is None or self._written[0] is not context or self._written[1] != num_slots:
+            slots = on_host(slot_mapping).astype(np.int64)
+            real = slots >= 0
+            rows = None if real.all() else torch.from_numpy(real.nonzero()[0]).to(key.device)
+            self._written = context, num_slots, slots[real], rows
+        _, _, slots, rows = self._written
+        if rows is None:
+            return first_rows(key, num_slots), first_rows(value, num_slots), slots
+        return key[rows], value[rows], slots
 
 
 class PlainRows(Route):
@@ -54,7 +70,7 @@ class PlainRows(Route):
         return k, v
 
     def write(self, runtime: Any, place: int, key: Tensor, value: Tensor, slot_mapping: Tensor, stock: Any) -> None:
-        key, value, slots = real_rows(key, value, on_host(slot_mapping).astype(np.int64))
+        key, value, slots = self.real_rows(key, value, slot_mapping)
 
         def plain() -> None:
             write_rows(OPS, runtime.cache, place, key, value, slots)
@@ -90,10 +106,6 @@ class StridedRows(Route):
     """On a GPU, where vLLM's layout is rows already: its own kernel attends for the requests that do not decode, and
     wherever everything would be read."""
 
-    def __init__(self, backend: Any) -> None:
-        super().__init__(backend)
-        self._written: tuple[Any, np.ndarray] | None = None  # a forward's context and its slots
-
     def pools(self, tensor: Tensor, head_dim: int, unit_tokens: int) -> tuple[Tensor, Tensor]:
         """K and V [P, Hkv, U, D] in a block tensor [blocks, Hkv, block tokens, 2 D], whose memory may have tokens
         before heads."""
@@ -112,17 +124,7 @@ class StridedRows(Route):
         return k, v
 
     def write(self, runtime: Any, place: int, key: Tensor, value: Tensor, slot_mapping: Tensor, stock: Any) -> None:
-        key, value, slots = real_rows(key, value, self._slots(slot_mapping))
-        runtime.write(place, key, value, slots, stock)
-
-    def _slots(self, slot_mapping: Tensor) -> np.ndarray:
-        """On the host: one wait a forward, not one a layer."""
-        from vllm.forward_context import get_forward_context
-
-        context = get_forward_context()
-        if self._written is None or self._written[0] is not context or len(self._written[1]) != len(slot_mapping):
-            self._written = context, on_host(slot_mapping).astype(np.int64)
-        return self._written[1]
+        runtime.write(place, *self.real_rows(key, value, slot_mapping), stock)
 
     def forward(
         self, runtime: Any, place: int, impl: Any, layer: Any, query: Tensor, metadata: Any, output: Tensor, stock: Any
