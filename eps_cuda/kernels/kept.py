@@ -116,7 +116,7 @@ def _fill(room: Tensor, array: Tensor) -> None:
 
 
 class _Read(FusedRead):
-    """Of which later layers fill the lists, `lse` and `stamps` again."""
+    """A read whose lists, `lse` and `stamps` later layers fill again."""
 
     def lasting(self) -> FusedRead:
         lists = {name: getattr(self.selection, name).clone() for name in ("groups", "selected_mask")}
