@@ -12,8 +12,8 @@ models=${EPS_MODEL_CACHE:-$HOME/.cache/eps/models}
 mkdir -p "$models"
 rm -f "$out/engine_speed.jsonl"
 export PYTHONPATH=$PWD
-# Huge pages for weights of both sides: in small ones the first engine of a process, that with EPS, multiplied a fifth
-# slower than the second.
+# Huge pages for weights of both sides: in small ones the first engine of a process, that with EPS, multiplied a
+# fifth to two fifths slower than the second.
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 for cell in smollm2:4096,8000 qwen-coder:4096,8192,16384,32000; do
   model=${cell%%:*}

@@ -34,7 +34,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """Decode steps of two sequences, layer by layer."""
+    """Decode steps of two sequences, layer by layer; `passing` as `sparse_attention` takes it."""
+
+    passing = False
 
     def __init__(self, spec: CacheSpec = SPEC, config: EpsConfig = RQ, dtype: torch.dtype = torch.bfloat16) -> None:
         self.rng, self.config, self.dtype, self.spec = np.random.default_rng(3), config, dtype, spec
@@ -62,8 +64,13 @@ class Run:
             eps_cuda.write_kv(self.cache, layer, self.rows(len(slots)), self.rows(len(slots)), slots)
             q = self.rows(len(slots), HEADS)
             if layer != skip:
-                out, read = sparse_attention(eps_cuda, self.cache, layer, q, plan)
-                reads.append((out, read.lse, read.selection, read.pending["skipped_mass"]))
+                out, read = sparse_attention(eps_cuda, self.cache, layer, q, plan, passing=self.passing)
+                lse, selection = read.lse, read.selection
+                assert selection is not None
+                if self.passing:
+                    lists = {name: getattr(selection, name).clone() for name in ("groups", "selected_mask")}
+                    lse, selection = lse.clone(), replace(selection, **lists)
+                reads.append((out, lse, selection, read.pending["skipped_mass"]))
         return reads
 
 
@@ -111,6 +118,14 @@ def test_steps_give_what_calls_of_their_own_give(dtype: torch.dtype, stored: str
         assert rows is None
     else:
         assert len(rows.calls) == LAYERS and rows.first[3] is run.cache.state[0]
+
+
+def test_lists_that_pass_are_those_that_last() -> None:
+    """Those that last are read after the last step; of those that pass, copies from before the next layer."""
+    lasting, passing = Run(), Run()
+    passing.passing = True
+    for one, other in zip(*(arrays([run.step() for _ in range(4)]) for run in (lasting, passing)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_what_else_may_change_makes_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,8 @@ def sparse_attention(
     Where every group would be read (`StepPlan.reads_all`) nothing is scored; `dense`, where given, attends then: out
     [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `audit` reads
     everything in addition, for the true share that was left out; its bytes are counted nowhere. `clock` times pre-pass
-    and attention, at the cost of a wait each. `passing`: the next layer may fill `selection` and `lse` of what was read
-    again, which saves copies."""
+    and attention, at the cost of a wait each. `passing`: `selection` and `lse` of what was read hold
+    only until the next layer's call, which saves copies."""
     config, cache_config, spec = plan.config, cache.cache_config, cache.spec
     batch, kv_heads = len(plan.lengths), spec.num_kv_heads
     read = dense_read(cache, plan)

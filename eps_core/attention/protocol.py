@@ -86,7 +86,7 @@ class FusedRead:
     stamps: np.ndarray
 
     def lasting(self) -> "FusedRead":
-        """Return the same in arrays that no later layer fills again: here they are the read's own."""
+        """Return the same in arrays that no later layer fills again, as this read's are."""
         return self
 
 

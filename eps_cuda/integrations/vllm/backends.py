@@ -66,11 +66,15 @@ class EpsImpl:
         if attn_metadata is None or place is None or not runtime.serve(layer, kv_cache):
             result: Tensor = stock(attn_metadata=attn_metadata)
             return result
+        if key is None:
+            runtime.lazy = True  # an operation of the model's own wrote K and V: they are read once, when needed
         runtime.route.forward(runtime, place, self, layer, query, attn_metadata, output, stock)
         return output
 
     def fused_rope_kvcache_supported(self) -> bool:
         return False  # it would write K past `do_kv_cache_update`
+
+    fused_qk_norm_rope_kvcache_supported = fused_qk_norm_mrope_kvcache_supported = fused_rope_kvcache_supported
 
 
 class EpsBuilder:
@@ -100,6 +104,17 @@ class EpsBuilder:
         return AttentionCGSupport.NEVER  # lists are chosen on the host: piecewise graphs around attention are left
 
 
+class Bypass:
+    """A backend's attribute since vLLM 0.33: whether a model may write K past `do_kv_cache_update`. As the stock class
+    says, unless the server was asked for EPS, as is known where layers are made, which alone ask."""
+
+    def __init__(self, stock: type) -> None:
+        self.stock = stock
+
+    def __get__(self, instance: Any, owner: type) -> bool:
+        return getattr(self.stock, "supports_kv_cache_update_bypass", False) and current_route() is None
+
+
 def hooked(stock: type, rows: type, by_blocks: type, module: str, name: str) -> type:
     """Return the backend that takes the place of a stock one, with the routes that it has, as `name` of a module."""
     stock_impl, stock_builder = stock.get_impl_cls(), stock.get_builder_cls()  # type: ignore[attr-defined]
@@ -118,6 +133,7 @@ def hooked(stock: type, rows: type, by_blocks: type, module: str, name: str) -> 
         # asked of each server when it is built, as it is not always known here which one that is
         "get_builder_cls": staticmethod(lambda: builder),
         "get_preferred_block_size": staticmethod(preferred),
+        "supports_kv_cache_update_bypass": Bypass(stock),
     }
     # vLLM groups layers by the full name of their backend, and imports it by that name
     return type(f"Eps{stock.__name__}", (stock,), {**members, "__qualname__": name})

@@ -108,6 +108,7 @@ class PackedBlocks(StridedBlocks):
         runtime.summarise(summarise)
 
     def forget(self) -> None:
+        super().forget()
         self.waiting = {}
 
     def scheduled(self, impl: Any, layer: Any, metadata: Any, table: Tensor, lengths: Tensor) -> Any:

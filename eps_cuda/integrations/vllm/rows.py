@@ -26,11 +26,12 @@ class Route:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        # a forward's context, how many slots it has, those that are no padding, and their rows if others are
+        # a forward's context, how many slots it has, those that are no padding and, where some are, the rows of these
         self._written: tuple[Any, int, np.ndarray, Tensor | None] | None = None
 
     def forget(self) -> None:
-        """Drop what waits for its summary: nothing here."""
+        """Drop what waits for its summary, nothing here, and what is kept of a forward."""
+        self._written = None
 
     def real_rows(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor, np.ndarray]:
         """Return those of key, value [N, ..] that are no padding, and their slots on the host. Keys may be padded

@@ -8,6 +8,7 @@ line a context to a JSONL.
     python scripts/experiments/engine_speed/run.py --models DIR --engine mlx-lm,transformers --context 4096,32000
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -195,6 +196,7 @@ def _lines(
             "bytes_ratio": counts["bytes_ratio"],
             "fallbacks": counts["fallbacks"],
             "device_name": host_name(),
+            "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),
             **provenance(versions),
         }
         print(

@@ -1,0 +1,50 @@
+"""What a forward's rows are, without an engine: padding, what is read once, and keys that come past EPS."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.forward_context import override_forward_context
+
+from eps_cuda.integrations.vllm import rows
+from eps_cuda.integrations.vllm.backends import EpsImpl
+
+
+def test_slots_are_read_once_a_forward_and_padding_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    monkeypatch.setattr(rows, "on_host", lambda slots: reads.append(len(slots)) or slots.numpy())
+    route, key = rows.Route(None), torch.arange(12.0).reshape(6, 2)
+    first, second = torch.tensor([7, -1, 9, -1, 11]), torch.tensor([1, 2, 3, 4, 5])
+
+    def found(slot_mapping: torch.Tensor) -> tuple[Any, ...]:
+        k, v, slots = route.real_rows(key, -key, slot_mapping)
+        assert torch.equal(v, -k)
+        return k[:, 0].tolist(), slots.tolist()
+
+    with override_forward_context(SimpleNamespace()):
+        for _ in range(2):  # of two layers
+            assert found(first) == ([0, 4, 8], [7, 9, 11])
+        assert found(second[:3]) == ([0, 2, 4], [1, 2, 3]), "another number of slots"
+    assert reads == [5, 3]
+    with override_forward_context(SimpleNamespace()):
+        assert found(second) == ([0, 2, 4, 6, 8], [1, 2, 3, 4, 5]), "another forward, and keys beyond its slots"
+        route.forget()
+        assert found(first) == ([0, 4, 8], [7, 9, 11])
+    assert reads == [5, 3, 5, 5]
+
+
+@pytest.mark.parametrize("past", [True, False])
+def test_keys_that_a_model_writes_itself_are_read_when_they_are_needed(past: bool) -> None:
+    class Stock:
+        def forward(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError("the route attends")
+
+    impl = object.__new__(type("Impl", (EpsImpl, Stock), {}))
+    calls: list[Any] = []
+    route = SimpleNamespace(forward=lambda *args: calls.append(args))
+    runtime = SimpleNamespace(place=lambda layer: 0, serve=lambda layer, kv: True, route=route, lazy=False)
+    impl.eps_runtime = runtime
+    key, query, metadata = (None if past else torch.zeros(1)), torch.zeros(1), object()
+    assert impl.forward(None, query, key, key, query, metadata, query) is query
+    assert len(calls) == 1 and runtime.lazy is past
