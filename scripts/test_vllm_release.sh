@@ -5,7 +5,11 @@
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
-version=${1:?name a release of vLLM, such as 0.33.0}
+version=${1:-}
+if [[ ! $version =~ ^[0-9]+(\.[0-9]+)+$ ]]; then
+  echo "error: ${version:-nothing} is no release of vLLM: name one, such as 0.33.0" >&2
+  exit 2
+fi
 shift
 scripts/test_vllm.sh --install
 venv=$PWD/.venv-vllm-$version
