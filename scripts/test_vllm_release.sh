@@ -39,5 +39,5 @@ about.write_text(re.sub(r"(?m)^Version: .*$", r"\g<0>+cpu", text, count=1))  # b
 END
   touch "$venv/.made"
 fi
-cd tests/vllm
+cd tests/vllm  # not by test_vllm.sh, which may install the pinned release
 exec "$venv/bin/python" -m pytest -n "${EPS_TEST_WORKERS:-2}" --dist loadfile "$@"

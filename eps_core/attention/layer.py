@@ -48,8 +48,8 @@ def sparse_attention(
     Where every group would be read (`StepPlan.reads_all`) nothing is scored; `dense`, where given, attends then: out
     [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `audit` reads
     everything in addition, for the true share that was left out; its bytes are counted nowhere. `clock` times pre-pass
-    and attention, at the cost of a wait each. `passing`: `selection` and `lse` of what was read hold
-    only until the next layer's call, which saves copies."""
+    and attention, at the cost of a wait each. `passing`: `selection` and `lse` of what was read are valid only until
+    the next layer's call, which saves copies."""
     config, cache_config, spec = plan.config, cache.cache_config, cache.spec
     batch, kv_heads = len(plan.lengths), spec.num_kv_heads
     read = dense_read(cache, plan)
@@ -126,17 +126,20 @@ def dense_read(cache: Any, plan: StepPlan) -> LayerRead:
     """Return the read of a layer that attends densely: every group of every sequence."""
     spec, cache_config = cache.spec, cache.cache_config
 
-    def count() -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], int]:
+    def count() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         groups = -(-plan.lengths // cache_config.S)
         counts = np.repeat(groups[:, None], spec.num_kv_heads, axis=1)
         shared = counts, groups, np.zeros_like(groups), np.zeros(counts.shape)
         for array in shared:
             array.flags.writeable = False  # of the statistics of all layers
-        return shared, plan.dense_kv_bytes(spec)
+        return shared
 
-    shared, kv_bytes = plan.once(("dense_read", cache_config.S, spec.num_kv_heads, spec.kv_token_bytes), count)
-    counts, groups, none_always_selected, none_skipped = shared
-    stats = LayerStats(counts, groups, none_always_selected, none_skipped, kv_bytes, summary_bytes_read=0)
+    counts, groups, none_always_selected, none_skipped = plan.once(
+        ("dense_read", cache_config.S, spec.num_kv_heads), count
+    )
+    stats = LayerStats(
+        counts, groups, none_always_selected, none_skipped, plan.dense_kv_bytes(spec), summary_bytes_read=0
+    )
     return LayerRead(stats, plan, spec)
 
 

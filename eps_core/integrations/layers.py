@@ -142,7 +142,9 @@ class SparseAttention:
         try:
             step = self._step_of(cache, layer, plan)
             passing = not self.keep_lists
-            out, read = sparse_attention(self.backend, cache, layer, q, plan, step.audited, None, engine, passing)
+            out, read = sparse_attention(
+                self.backend, cache, layer, q, plan, step.audited, dense=engine, passing=passing
+            )
         except Exception as error:
             if own_faults:
                 raise

@@ -113,7 +113,11 @@ class StepPlan(Shared):
 
     def dense_kv_bytes(self, spec: CacheSpec) -> int:
         """Return the bytes of K and V that dense attention reads in one layer."""
-        return int(self.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes
+        return self._num_tokens * spec.num_kv_heads * spec.kv_token_bytes
+
+    @cached_property
+    def _num_tokens(self) -> int:
+        return int(self.lengths.sum())
 
     def kv_bytes(self, spec: CacheSpec, num_selected: int) -> int:
         """Return the bytes of K and V of `num_selected` groups, summed over sequences and kv heads of one layer. A

@@ -1,4 +1,4 @@
-"""What a forward's rows are, without an engine: padding, what is read once, and keys that come past EPS."""
+"""What a forward's rows are, without an engine: padding, what is read once, and keys that the model writes itself."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -35,16 +35,19 @@ def test_slots_are_read_once_a_forward_and_padding_is_left_out(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("past", [True, False])
-def test_keys_that_a_model_writes_itself_are_read_when_they_are_needed(past: bool) -> None:
+def test_a_layer_whose_keys_the_model_writes_itself_is_stock_and_says_so(past: bool) -> None:
     class Stock:
-        def forward(self, *args: Any, **kwargs: Any) -> None:
-            raise AssertionError("the route attends")
+        def forward(self, layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("stock")
+            return query
 
     impl = object.__new__(type("Impl", (EpsImpl, Stock), {}))
-    calls: list[Any] = []
-    route = SimpleNamespace(forward=lambda *args: calls.append(args))
-    runtime = SimpleNamespace(place=lambda layer: 0, serve=lambda layer, kv: True, route=route, lazy=False)
-    impl.eps_runtime = runtime
+    calls, said = list[str](), list[Exception]()
+    impl.eps_runtime = SimpleNamespace(
+        place=lambda layer: 0, serve=lambda layer, kv: True, sparse=SimpleNamespace(tell=said.append),
+        route=SimpleNamespace(forward=lambda *args: calls.append("route")),
+    )  # fmt: skip
     key, query, metadata = (None if past else torch.zeros(1)), torch.zeros(1), object()
     assert impl.forward(None, query, key, key, query, metadata, query) is query
-    assert len(calls) == 1 and runtime.lazy is past
+    assert calls == ["stock" if past else "route"]
+    assert [str(one).partition(":")[0] for one in said] == ["this model writes K and V itself"] * past

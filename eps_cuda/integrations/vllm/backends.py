@@ -7,6 +7,7 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from eps_core.errors import ConfigError
 from eps_cuda.integrations.vllm.asked import asked
 from eps_cuda.integrations.vllm.runtime import Runtime, runtime_in, runtime_of
 
@@ -63,11 +64,13 @@ class EpsImpl:
             output_block_scale=output_block_scale,
         )  # fmt: skip
         runtime, place = self.eps_runtime, self.eps_runtime.place(layer)
-        if attn_metadata is None or place is None or not runtime.serve(layer, kv_cache):
+        skips = attn_metadata is None or place is None or not runtime.serve(layer, kv_cache)
+        if not skips and key is None:
+            skips = True  # no summary follows what the model writes, and a block's last owner may have left others
+            runtime.sparse.tell(ConfigError("this model writes K and V itself: EPS does not see them, use method off"))
+        if skips:
             result: Tensor = stock(attn_metadata=attn_metadata)
             return result
-        if key is None:
-            runtime.lazy = True  # an operation of the model's own wrote K and V: they are read once, when needed
         runtime.route.forward(runtime, place, self, layer, query, attn_metadata, output, stock)
         return output
 
