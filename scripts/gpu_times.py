@@ -18,6 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import eps_cuda
+from eps_core.attention.protocol import Selection
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.kernel_check import disagreement as disagreement_of_kernels
@@ -38,8 +40,8 @@ from eps_cuda.bench import bandwidth_variants, capture, stopwatch
 from eps_cuda.cache import Cache
 from eps_cuda.device import DTYPES
 from eps_cuda.graph import BUCKET_TOKENS, attend_static
-from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
+from eps_cuda.kernels.attend_best import num_runs
 from eps_cuda.kernels.select import Depth, num_chunks
 from eps_cuda.ops import OPS
 
@@ -89,8 +91,9 @@ def layers_of(context: int, batch: int, config: EpsConfig, device: str) -> tuple
     return cache, StepPlan.of(config, table, np.full(batch, context - SHORTER)), q.to(dtype)
 
 
-def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Any]]:
-    """All layers of a captured step, as `graph.StaticStep` calls them: writes and attention, without projections."""
+def sparse(cache: Cache, plan: StepPlan, q: Tensor, as_draft: bool = False) -> Callable[[], list[Any]]:
+    """All layers of a captured step, as `graph.StaticStep` calls them: writes and attention, without projections; or of
+    a draft, which lists what it selects."""
     config = plan.config
     batch, most = plan.table.shape[0], plan.table.shape[1] * config.cache_config.unit_tokens
 
@@ -107,15 +110,17 @@ def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Any]]:
     last = plan.table[:, (plan.lengths[0] - 1) // unit].astype(np.int64)
     slots = upload(last * unit + (plan.lengths - 1) % unit)
     spec = cache.spec
-    masses = q.new_empty((spec.num_layers, batch, KV_HEADS, num_chunks(most // config.cache_config.S), 3)).float()
+    num_masses = (num_chunks if as_draft else num_runs)(most // config.cache_config.S)
+    masses = q.new_empty((spec.num_layers, batch, KV_HEADS, num_masses, 3)).float()
+    at = SimpleNamespace(slots=slots, table=table, lengths=lengths, wanted=wanted)
+    finite = torch.ones((), dtype=torch.bool, device=q.device) if as_draft else None
     k, v = (q.new_zeros((batch, KV_HEADS, HEAD_DIM)) for _ in range(2))
 
     def run() -> list[Any]:
         results = []
         for layer in range(spec.num_layers):
-            dispatch.write(cache, layer, k, v, slots)
-            read = table, lengths, wanted, depth, config.budget_groups(most), masses[layer]
-            results.append(attend_static(config, cache, layer, q, *read))
+            width = config.budget_groups(most)
+            results.append(attend_static(config, cache, layer, q, k, v, at, depth, width, masses[layer], finite))
         return results
 
     return run
@@ -168,10 +173,9 @@ def kernels_of(run: Callable[[], Any], layers: int, repeats: int = 5) -> dict[st
     }
 
 
-def disagreement(cache: Cache, plan: StepPlan, q: Tensor, result: Any) -> float:
-    """The largest difference between a step's output of the last sequence and float64 attention over what it
+def disagreement(cache: Cache, plan: StepPlan, q: Tensor, out: Tensor, selection: Selection) -> float:
+    """The largest difference between a step's output of the last sequence and float64 attention over what was
     selected, of the largest number."""
-    out, selection = result
     b, unit, worst, largest = len(plan.lengths) - 1, plan.config.cache_config.unit_tokens, 0.0, 0.0
     k, v = cache.plain(0)
     table = OPS.index(q, plan.table[b])
@@ -203,7 +207,8 @@ def measure(context: int, batch: int, config: EpsConfig, roof: float, device: st
     """One cell; without a GPU its sparse output is checked, and nothing timed."""
     cache, plan, q = layers_of(context, batch, config, device)
     layers, run = cache.spec.num_layers, sparse(cache, plan, q)
-    wrong = disagreement(cache, plan, q, run()[0])
+    selection = sparse(cache, plan, q, as_draft=True)()[0][1]
+    wrong = disagreement(cache, plan, q, run()[0][0], selection)
     require(wrong < TOLERANCE, f"{context} x {batch}: the sparse output is wrong by {wrong:.3f}")
     kv_bytes = plan.dense_kv_bytes(cache.spec)
     read_bytes = plan.kv_bytes(cache.spec, int(plan.budget(plan.num_always_selected).sum()) * KV_HEADS)

@@ -23,6 +23,8 @@ from eps_core.kv_cache.pool import PagePool
 from eps_cuda import graph
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels import select as select_kernels
+from eps_cuda.kernels.attend import attend_groups
+from eps_cuda.kernels.attend_best import num_runs
 from eps_cuda.ops import OPS
 
 DEVICE = triton_interpreter.DEVICE
@@ -211,17 +213,35 @@ def filled_step(model, config=CONFIG):
     return lambda: step.compute(decoder.model, cache), step, cache
 
 
-@pytest.mark.parametrize(("settings", "launches"), [({"cascade": (), "rescore": 1.0}, 9), ({}, 17)])
-def test_a_layer_takes_so_many_launches(model, monkeypatch, settings, launches) -> None:
-    """A write, a rounded query, means, scores, three of each choice (with one more for each further pass), and two of
-    attention."""
-    config = EpsConfig.of(method="rq", budget=0.2, budget_floor=0, **settings)
-    compute, _, cache = filled_step(model, config)
+@pytest.mark.parametrize(
+    ("settings", "launches", "of_torch"),
+    [({"cascade": (), "rescore": 1.0}, 5, []), ({}, 13, ["zero_"]), ({"method": "off"}, 3, ["to"])],
+)
+def test_a_layer_takes_so_many_launches(model, monkeypatch, settings, launches, of_torch) -> None:
+    """A step's start (its token, its rounded query), scores, two of the choice and attention. In stages each further
+    choice takes three, clears its counters, and has what is read by it. Dense: a token, which is converted where its
+    type is another, and two of attention."""
+    config = EpsConfig.of(**{"method": "rq", "budget": 0.2, "budget_floor": 0, **settings})
+    sparse = config.cache_config.enabled
+    _, cache, decoder = decode(model, "triton", config, steps=2)
+    (step,) = cache.steps.values()
     launched, kernel = Counter(), type(select_kernels._list)
-    real = kernel.__getitem__
-    monkeypatch.setattr(kernel, "__getitem__", lambda self, grid: launched.update([self.fn]) or real(self, grid))
-    compute()
-    assert launched.total() == launches * cache.spec.num_layers
+    monkeypatch.setattr(kernel, "__getitem__", lambda self, grid: lambda *args, **named: launched.update([self.fn]))
+    q = torch.ones((2, 2 * cache.spec.num_kv_heads, cache.spec.head_dim), device=DEVICE)
+    k = q[:, : cache.spec.num_kv_heads].contiguous()
+    with Recording() as seen, torch.no_grad():
+        if sparse:
+            masses = q.new_empty((2, cache.spec.num_kv_heads, num_runs(step.buffers.table.shape[1] * 64), 3))
+            graph.attend_static(config, cache, 0, q, k, k, step.buffers, step.depth, step.width, masses)
+        else:
+            dispatch.write(cache, 0, k, k, step.buffers.slots)
+            attend_groups(q, *cache.plain(0), step.buffers.table, step.buffers.lengths, None, None, group_size=1)
+    assert launched.total() == launches
+    allocate_or_view = "empty new_empty empty_like view detach unbind alias select"
+    computed = {name.removeprefix("aten::") for name, _ in seen.calls}
+    assert sorted(computed - set(allocate_or_view.split())) == of_torch
+    step.compute(decoder.model, cache)
+    assert launched.total() == launches * (1 + cache.spec.num_layers)
 
 
 @pytest.mark.parametrize("name", ["units", "query heads summed"])

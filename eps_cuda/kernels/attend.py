@@ -132,32 +132,18 @@ def split_two(x, dtype: tl.constexpr):
     return high, (x - high.to(tl.float32)).to(dtype)
 
 
-@triton.jit(do_not_specialize=["list_width", "table_width"])
-def attend_split_kernel(
-    q, k, v, k_scale, v_scale, table, lengths, groups, counts, part_out, part_lse,
-    scale, list_width, table_width,
-    HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, SPARSE: tl.constexpr,
-    WIDE_Q: tl.constexpr, R_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, VALUES: tl.constexpr, OVERLAP: tl.constexpr = False,
+@triton.jit
+def attend_tokens(
+    q, k, v, k_scale, v_scale, table, groups, pair, h, length, first, last, scale,
+    R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, SPARSE: tl.constexpr, WIDE_Q: tl.constexpr,
+    R_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Program (b * HKV + h, split): its share of the tokens of kv head h of sequence b, for the R query heads at once.
-    Writes part_out [B, Hq, splits, D] float32, normalised, and part_lse [B, Hq, splits] float32, natural log. Strides
-    are in elements, but where K or V are codes in rows, of contiguous pools."""
-    wait(OVERLAP)
+    """Tokens first to last of a list, or of a sequence where not SPARSE, of kv head h for its R query heads, table and
+    groups those of the pair b * HKV + h: the largest logits [R_PAD] times log2 e, and of exp2 of all less that the sum
+    [R_PAD] and the sum of values [R_PAD, D_PAD]."""
     CODES: tl.constexpr = K_BITS != 16 or V_BITS != 16
-    pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    b, h = pair // HKV, pair % HKV
-    length = tl.load(lengths + b)
-    num_tokens = length
-    if SPARSE:
-        num_tokens = tl.minimum(tl.load(counts + pair), list_width) * S
-        groups += pair.to(tl.int64) * list_width
-    table += b.to(tl.int64) * table_width
-    num_blocks = tl.cdiv(num_tokens, BLOCK_N)
-    first = num_blocks * split // num_splits * BLOCK_N
-    last = tl.minimum(num_blocks * (split + 1) // num_splits * BLOCK_N, num_tokens)
-
     r, d = tl.arange(0, R_PAD), tl.arange(0, D_PAD)
     head = pair.to(tl.int64) * R + r  # of all B * Hq: query head h * R + r of sequence b
     in_head = (r < R)[:, None] & (d < D)[None, :]
@@ -213,15 +199,58 @@ def attend_split_kernel(
         else:
             acc = tl.dot(weight.to(VALUES), value, acc, input_precision="ieee")
         largest = new
+    return largest, total, acc
 
-    release(OVERLAP)
-    place = head * num_splits + split
+
+@triton.jit
+def store_part(
+    part_out, part_lse, largest, total, acc, pair, split, num_splits, any_token,
+    R: tl.constexpr, D: tl.constexpr, R_PAD: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """Part of a pair's output, normalised, and its log mass. A merge gives a part without tokens no weight and needs no
+    zeros of it."""
+    r, d = tl.arange(0, R_PAD), tl.arange(0, D_PAD)
+    place = (pair.to(tl.int64) * R + r) * num_splits + split
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, float("-inf"), (largest + tl.log2(total)) * 0.6931471805599453)
     tl.store(part_lse + place, lse, mask=r < R)
-    if first < last:  # the merge gives a split without tokens no weight and needs no zeros of it
+    if any_token:
+        in_head = (r < R)[:, None] & (d < D)[None, :]
         tl.store(part_out + place[:, None] * D + d[None, :], acc / total[:, None], mask=in_head)
+
+
+@triton.jit(do_not_specialize=["list_width", "table_width"])
+def attend_split_kernel(
+    q, k, v, k_scale, v_scale, table, lengths, groups, counts, part_out, part_lse,
+    scale, list_width, table_width,
+    HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, SPARSE: tl.constexpr,
+    WIDE_Q: tl.constexpr, R_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, VALUES: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """Program (b * HKV + h, split): its share of the tokens of kv head h of sequence b, for the R query heads at once.
+    Writes part_out [B, Hq, splits, D] float32, normalised, and part_lse [B, Hq, splits] float32, natural log. Strides
+    are in elements, but where K or V are codes in rows, of contiguous pools."""
+    wait(OVERLAP)
+    pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    b, h = pair // HKV, pair % HKV
+    length = tl.load(lengths + b)
+    num_tokens = length
+    if SPARSE:
+        num_tokens = tl.minimum(tl.load(counts + pair), list_width) * S
+        groups += pair.to(tl.int64) * list_width
+    table += b.to(tl.int64) * table_width
+    num_blocks = tl.cdiv(num_tokens, BLOCK_N)
+    first = num_blocks * split // num_splits * BLOCK_N
+    last = tl.minimum(num_blocks * (split + 1) // num_splits * BLOCK_N, num_tokens)
+
+    largest, total, acc = attend_tokens(
+        q, k, v, k_scale, v_scale, table, groups, pair, h, length, first, last, scale, R, D, U, S, SPARSE, WIDE_Q,
+        R_PAD, D_PAD, BLOCK_N, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, K_BITS, V_BITS, VALUES,
+    )  # fmt: skip
+    release(OVERLAP)
+    store_part(part_out, part_lse, largest, total, acc, pair, split, num_splits, first < last, R, D, R_PAD, D_PAD)
 
 
 @triton.jit(do_not_specialize=["num_splits"])

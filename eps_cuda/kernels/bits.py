@@ -10,6 +10,8 @@ One warp takes 64 groups, a unit. Lane 4 g + q holds word q of codes (and of gro
 more) for groups 8 g to 8 g + 7, and gets their sums with query head q.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_cuda.kernels.overlap import overlap, release, wait
-from eps_cuda.kernels.score import _from_byte, _larger, _log
+from eps_cuda.kernels.score import MEANS, Query, _from_byte, _larger, _log, _padded_heads, score_means
 
 PLANES = 6  # of an integer within +-QUERY_STEPS
 GROUPS = 64  # of a unit
@@ -111,11 +113,11 @@ def _sums(x0, x1, x2, x3, s0, s1, s2, s3, b0, b1, b2, ASM: tl.constexpr):
 
 @triton.jit
 def _load(
-    span, last, bases_row, codes, second, scale, valid, table_row, length, kv_heads, h, eight, q, R: tl.constexpr,
-    WORDS: tl.constexpr, SPU: tl.constexpr, S: tl.constexpr,
+    span, last, codes, second, scale, valid, table_row, length, kv_heads, h, eight, q, WORDS: tl.constexpr,
+    SPU: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Load a lane's part of a unit, zeros from `last` on: for each four words 4 of codes and 8 of rescoring bits, the
-    scales of eight groups, the base of each of its heads, and whether there is a summary."""
+    scales of eight groups, and whether there is a summary."""
     unit = tl.maximum(tl.load(table_row + span // SPU, mask=span < last, other=0), 0).to(tl.int64)
     tile = (unit * kv_heads + h) * SPU + span % SPU
     known = (span < last) & ((span + 1) * (64 * S) <= length)
@@ -130,20 +132,19 @@ def _load(
         for j in tl.static_range(8):
             bits = tl.load(second + (tile * 64 + eight * 8 + j) * WORDS + word, mask=there, other=0)
             loaded = loaded + (bits,)  # type: ignore[assignment]  # noqa: RUF005
-    loaded = loaded + (tl.load(scale + tile * 8 + eight, mask=known & (eight < 8), other=0),)  # type: ignore[assignment]  # noqa: RUF005
-    for chunk in tl.static_range((R + 3) // 4):
-        base = tl.load(bases_row + span * R + (chunk * 4 + q) % R, mask=known & (q < 4), other=0.0)
-        loaded = loaded + (base,)  # type: ignore[assignment]  # noqa: RUF005
-    return loaded + (known,)  # noqa: RUF005
+    return loaded + (tl.load(scale + tile * 8 + eight, mask=known & (eight < 8), other=0), known)  # noqa: RUF005
 
 
 @triton.jit(do_not_specialize=["table_units", "groups", "spans", "spans_each"])
 def _score_bits(
-    planes, sums, steps, bases, codes, second, scale, valid, table, lengths, estimate, table_units, groups, spans,
-    kv_heads, spans_each, R: tl.constexpr, WORDS: tl.constexpr, SPU: tl.constexpr, S: tl.constexpr,
-    PLANES: tl.constexpr, LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr = False,
+    halves, inverses, head_sums, mean, mean_scale, anchors, planes, sums, steps, bases, codes, second, scale, valid,
+    table, lengths, estimate, table_units, groups, spans, kv_heads, spans_each, R: tl.constexpr, D: tl.constexpr,
+    RP: tl.constexpr, DK: tl.constexpr, WORDS: tl.constexpr, SPU: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr,
+    PLANES: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """`spans_each` units of one (sequence, kv head). `codes` and `scale` are int64, `second` int32."""
+    """`spans_each` units of one (sequence, kv head): first their bases, which go through `bases`, then their estimates.
+    `codes` and `scale` are int64, `second` int32."""
     wait(OVERLAP)
     CHUNKS: tl.constexpr = (R + 3) // 4  # of four query heads
     PARTS: tl.constexpr = (WORDS + 3) // 4  # of four words
@@ -154,12 +155,15 @@ def _score_bits(
     eight, q = lane // 4, lane % 4
     first = tl.program_id(0) * spans_each
     last = tl.minimum(first + spans_each, spans)
+    score_means(
+        first, last, row, halves, inverses, head_sums, mean, mean_scale, anchors, table, lengths, bases, table_units,
+        spans, kv_heads, R, D, RP, DK, True, SPU, 64 * S, LOG_S, BLOCK,
+    )  # fmt: skip
+    tl.debug_barrier()  # its lanes read what others of them wrote
     bases += row.to(tl.int64) * spans * R
     table += b * table_units
     # a unit's are on their way while the one before it is worked on
-    following = _load(
-        first, last, bases, codes, second, scale, valid, table, length, kv_heads, h, eight, q, R, WORDS, SPU, S
-    )
+    following = _load(first, last, codes, second, scale, valid, table, length, kv_heads, h, eight, q, WORDS, SPU, S)
     columns, step, middle = (), (), ()
     for chunk in tl.static_range(CHUNKS):
         own = row * R + (chunk * 4 + q) % R
@@ -174,11 +178,13 @@ def _score_bits(
                 )  # fmt: skip
                 columns = columns + (plane,)  # type: ignore[assignment]  # noqa: RUF005
     for span in range(first, last):
-        now = following
+        now, base = following, ()
+        for chunk in tl.static_range(CHUNKS):
+            base = base + (tl.load(bases + span * R + (chunk * 4 + q) % R),)  # type: ignore[assignment]  # noqa: RUF005
         following = _load(
-            span + 1, last, bases, codes, second, scale, valid, table, length, kv_heads, h, eight, q, R, WORDS, SPU, S
+            span + 1, last, codes, second, scale, valid, table, length, kv_heads, h, eight, q, WORDS, SPU, S
         )
-        by, known = now[12 * PARTS], now[12 * PARTS + 1 + CHUNKS]
+        by, known = now[12 * PARTS], now[12 * PARTS + 1]
         for half in tl.static_range(2):
             totals = ()
             for part in tl.static_range(PARTS):
@@ -202,7 +208,7 @@ def _score_bits(
                     total = totals[chunk * 4 + j]  # type: ignore[misc, var-annotated]
                     for part in tl.static_range(1, PARTS):
                         total += totals[(part * CHUNKS + chunk) * 4 + j]
-                    value = now[12 * PARTS + 1 + chunk] + scaled * (total - middle[chunk]) * step[chunk]
+                    value = base[chunk] + scaled * (total - middle[chunk]) * step[chunk]
                     values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
                 top = values[0]  # type: ignore[misc]
                 for chunk in tl.static_range(1, CHUNKS):
@@ -236,18 +242,22 @@ def multiplies_bits(device: torch.device) -> bool:
 
 
 def score_bits(
-    planes: Tensor, sums: Tensor, steps: Tensor, bases: Tensor, summary: dict[str, Tensor], valid: Tensor,
-    table: Tensor, lengths: Tensor, estimate: Tensor, *, group_size: int, spans_each: int, together: bool,
+    query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, estimate: Tensor, *,
+    group_size: int, spans_each: int,
 ) -> None:  # fmt: skip
-    """Fills estimate [B, Hkv, G] (see `units.score_units`) from planes [B, Hkv, R, PLANES, D / 32] int32, sums
-    [B, Hkv, R] float32 of the integers, and bases [B, Hkv, units, R] float32. `together`: of all query heads' masses,
-    not of the most."""
-    batch, kv_heads, repeat = steps.shape
-    spans = bases.shape[2]
+    """Fills estimate [B, Hkv, G] (see `units.score_units`) for a query with planes."""
+    batch, kv_heads, repeat, head_dim = query.integers.shape
+    assert query.planes is not None
+    per_unit = summary["scale"].shape[2]
+    spans = table.shape[1] * per_unit
+    bases = torch.empty((batch, kv_heads, spans, repeat), dtype=torch.float32, device=table.device)
     _score_bits[(triton.cdiv(spans, spans_each), batch * kv_heads)](
-        planes, sums, steps, bases, summary["codes"].view(torch.int64), summary["second"].view(torch.int32),
-        summary["second_scale"].view(torch.int64), valid, table, lengths, estimate, table.shape[1],
-        estimate.shape[2], spans, kv_heads, spans_each, R=repeat, WORDS=planes.shape[-1],
-        SPU=summary["scale"].shape[2], S=group_size, PLANES=PLANES, LARGEST=LARGEST_ESTIMATE, SUM=together,
-        ASM=table.is_cuda, num_warps=1, **overlap(table.device),
+        query.halves, query.inverses, query.head_sums, summary["mean"], summary["mean_scale"], query.anchors,
+        query.planes, query.sums, query.steps, bases, summary["codes"].view(torch.int64),
+        summary["second"].view(torch.int32), summary["second_scale"].view(torch.int64), valid, table, lengths,
+        estimate, table.shape[1], estimate.shape[2], spans, kv_heads, spans_each, R=repeat, D=head_dim,
+        RP=_padded_heads(repeat), DK=max(triton.next_power_of_2(head_dim), 16), WORDS=query.planes.shape[-1],
+        SPU=per_unit, S=group_size, LOG_S=math.log(group_size), PLANES=PLANES, BLOCK=MEANS,
+        LARGEST=LARGEST_ESTIMATE, SUM=query.anchors is not None, ASM=table.is_cuda, num_warps=1,
+        **overlap(table.device),
     )  # fmt: skip

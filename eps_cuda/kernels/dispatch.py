@@ -2,6 +2,7 @@
 call with arrays of the device alone. One kernel writes a decode step's tokens where `unsupported_writing` is None."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from eps_cuda.kernels import attend as attend_kernels
 from eps_cuda.kernels import rows as rows_kernels
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import units as unit_kernels
+from eps_cuda.kernels import write as write_kernels
+from eps_cuda.kernels.prepare import prepare as launch_prepare
 from eps_cuda.kernels.select import Depth
 from eps_cuda.kernels.write import UnitPools, write_tokens
 from eps_cuda.ops import OPS
@@ -51,19 +54,34 @@ def estimates(
 ) -> Tensor:
     """[B, Hkv, G] of rq, from device arrays alone: q [B, Hq, D], table [B, M], lengths [B]."""
     q = q.contiguous()
-    cache_config, summary = cache.cache_config, cache.summaries[layer]
-    sums, pool = selection_config.combine == "sum", cache.k[layer]
-    first = (pool, table) if sums and isinstance(pool, Tensor) else None
-    repeat = q.shape[1] // cache.spec.num_kv_heads
-    with_planes = unit_kernels.reads_bits(
-        depth, cache_config.groups_per_span, repeat, cache.spec.head_dim, table.device
-    )
-    query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads, first, with_planes)
-    if sums and first is None:  # K in codes, which that kernel does not read
+    query = unit_kernels.round_queries(q, **rounding(cache, layer, q, table, depth, selection_config))
+    if selection_config.combine == "sum" and query.anchors is None:  # K in codes, which that kernel does not read
         query = replace(query, anchors=scoring.anchors(OPS, cache, layer, q, table[:, 0], selection_config))
+    return estimates_of(cache, layer, query, table, lengths, depth)
+
+
+def rounding(
+    cache: Cache, layer: int, q: Tensor, table: Tensor, depth: Depth, selection_config: SelectionConfig
+) -> dict[str, Any]:
+    """Return the arguments by which a query is rounded."""
+    repeat, pool = q.shape[1] // cache.spec.num_kv_heads, cache.k[layer]
+    return {
+        "signs": cache.fixed[layer]["signs"],
+        "kv_heads": cache.spec.num_kv_heads,
+        "first": (pool, table) if selection_config.combine == "sum" and isinstance(pool, Tensor) else None,
+        "with_planes": unit_kernels.reads_bits(
+            depth, cache.cache_config.groups_per_span, repeat, cache.spec.head_dim, table.device
+        ),
+    }
+
+
+def estimates_of(
+    cache: Cache, layer: int, query: unit_kernels.Query, table: Tensor, lengths: Tensor, depth: Depth
+) -> Tensor:
+    """`estimates` of a rounded query."""
     return unit_kernels.score_units(
-        query, summary, cache.valid[layer], table, lengths, depth,
-        group_size=cache_config.S, dims=part_dims(cache_config, cache.spec.head_dim),
+        query, cache.summaries[layer], cache.valid[layer], table, lengths, depth,
+        group_size=cache.cache_config.S, dims=part_dims(cache.cache_config, cache.spec.head_dim),
     )  # fmt: skip
 
 
@@ -107,6 +125,13 @@ def write(
     """One token of each sequence, k, v [N, Hkv, D] to slots [N] (device, -1: none), from device arrays alone. The host
     must tell every `state` of the same slots. With `tentative_finite` [] bool, which is told of NaN and Inf in the
     cache's place, nothing follows from the write: K and V are left as `cache.write_kv_tentative` leaves them."""
+    write_tokens(**writing(cache, layer, k, v, slots, tentative_finite))
+
+
+def writing(
+    cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, tentative_finite: Tensor | None = None
+) -> dict[str, Any]:
+    """Return the arguments by which `write` writes tokens."""
     cache_config, finite = cache.cache_config, tentative_finite
     rq = valid = None
     if finite is None:
@@ -114,8 +139,25 @@ def write(
         if cache_config.enabled:
             summary, valid = cache.summaries[layer], cache.valid[layer]
             rq = UnitPools(summary, cache.fixed[layer]["signs"], cache_config.S)
-    k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
-    write_tokens(k, v, slots, *cache.plain(layer), finite, valid, span_tokens=cache_config.span_tokens, rq=rq)
+    k_pool, v_pool = cache.plain(layer)
+    k, v = (x.to(k_pool.dtype).contiguous() for x in (k, v))
+    return {
+        "k": k, "v": v, "slots": slots, "k_pool": k_pool, "v_pool": v_pool, "finite": finite, "valid": valid,
+        "span_tokens": cache_config.span_tokens, "rq": rq,
+    }  # fmt: skip
+
+
+def prepare(
+    cache: Cache, layer: int, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, table: Tensor, depth: Depth,
+    selection_config: SelectionConfig, tentative_finite: Tensor | None = None,
+) -> tuple[unit_kernels.Query, Tensor]:  # fmt: skip
+    """`write` of a step's tokens, its query q [B, Hq, D] rounded, and cleared counters for its choice, in one launch;
+    K as it is."""
+    query, rounded = unit_kernels.rounding(q, **rounding(cache, layer, q, table, depth, selection_config))
+    written, num_warps = write_kernels.writing(**writing(cache, layer, k, v, slots, tentative_finite))
+    counters = select_kernels.new_counters(len(q) * cache.spec.num_kv_heads, q.device)
+    launch_prepare(written, num_warps, rounded, counters)
+    return query, counters
 
 
 kernels = TritonKernels()

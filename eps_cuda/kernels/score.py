@@ -17,14 +17,14 @@ The array operations of the same formulas are in `eps_core.backend.summaries.rq`
 follow from compiled instruction counts.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-CODE_BYTES = 16384  # of codes that one program decodes at most
-BLOCK_GROUPS = 512  # that one program scores at most
-FULL_PROGRAMS = 2048  # fewer groups a program rather than fewer programs than this
-SMALLEST_BLOCK = 64  # groups; what Hopper's matrix instructions take at least
+MEANS = 16  # that a program multiplies at a time: the fewest rows of a product
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -39,24 +39,18 @@ def _power(largest):
 
 
 @triton.jit
-def _halves(a, n):
-    """float32 [K, 2 RP] scaled by `_power`, each head in the columns n = 2 r and 2 r + 1 -> float16: the two add up to
-    a. (No join of two arrays: where a reshape feeds a product, Triton 3.9 fails to compile for Hopper.)"""
-    high = a.to(tl.float16)
-    low = (a - high.to(tl.float32)).to(tl.float16)
-    return tl.where((n % 2 == 0)[None, :], high, low)
+def in_halves(a):
+    """A head [D] float32 -> two float16 arrays that add up to the head scaled by `_power`, and the inverse of that."""
+    power, inverse = _power(tl.max(tl.abs(a), axis=0))
+    scaled = a * power
+    high = scaled.to(tl.float16)
+    return high, (scaled - high.to(tl.float32)).to(tl.float16), inverse
 
 
 @triton.jit
 def _pairs(total, BLOCK: tl.constexpr, RP: tl.constexpr):
     """[BLOCK, 2 RP] -> [BLOCK, RP]: the two halves of each head, neighbours in one thread's registers."""
     return tl.sum(tl.reshape(total, (BLOCK, RP, 2)), axis=2)
-
-
-@triton.jit
-def _once(twice, RP: tl.constexpr):
-    """[2 RP] with each head's value twice -> [RP]."""
-    return tl.max(tl.reshape(twice, (RP, 2)), axis=1)
 
 
 @triton.jit
@@ -67,12 +61,34 @@ def _places(table_row, g, listed, kv_heads, h, GPU: tl.constexpr):
 
 
 @triton.jit
-def _query(turned_row, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr):
-    """Return each head's power of two that scales it [2 RP], its inverse [RP], and the sum of its entries [RP]."""
-    r, d = tl.arange(0, 2 * RP) // 2, tl.arange(0, DP)
-    a = tl.load(turned_row + r[:, None] * D + d[None, :], mask=(r < R)[:, None] & (d < D)[None, :], other=0.0)
-    power, inverse = _power(tl.max(tl.abs(a), axis=1))
-    return power, _once(inverse, RP), _once(tl.sum(a, axis=1), RP)
+def score_means(
+    first, last, row, halves, inverses, head_sums, mean, mean_scale, anchors, table, lengths, bases, table_units, spans,
+    kv_heads, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, SUBNORMAL: tl.constexpr,
+    SPU: tl.constexpr, SPAN: tl.constexpr, LOG_S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the `bases` of units first to last of a row, a (sequence, kv head), BLOCK of them at a time: log S + m_hat
+    . a of each query head, less its anchor unless there is none."""
+    b, h = row // kv_heads, row % kv_heads
+    length = tl.load(lengths + b)
+    # codes times two neighbouring columns a head, and times 2^-24 where SUBNORMAL
+    r, d, column = tl.arange(0, RP), tl.arange(0, DK), tl.arange(0, 2 * RP)
+    used = (d < D)[:, None] & (column < 2 * R)[None, :]
+    query = tl.load(halves + (row * 2 * R + column)[None, :] * D + d[:, None], mask=used, other=0.0)
+    unit = tl.load(inverses + row * R + r, mask=r < R, other=0.0) * (16777216.0 if SUBNORMAL else 1.0)
+    middle = 128 * tl.load(head_sums + row * R + r, mask=r < R, other=0.0)
+    for start in range(first, last, BLOCK):
+        span = start + tl.arange(0, BLOCK)
+        inside = (span < spans) & (span < (length + SPAN - 1) // SPAN)
+        _, tile = _places(table + b * table_units, span, inside, kv_heads, h, SPU)
+        codes = tl.load(mean + tile[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
+        short = codes.to(tl.uint16).to(tl.float16, bitcast=True) if SUBNORMAL else codes.to(tl.float16)
+        dots = _pairs(tl.dot(short, query), BLOCK, RP) * unit[None, :] - middle[None, :]
+        step = tl.load(mean_scale + tile, mask=inside, other=0.0).to(tl.float32)
+        base = LOG_S + dots * step[:, None]
+        if anchors is not None:
+            base -= tl.load(anchors + row * R + r, mask=r < R, other=0.0)[None, :]
+        place = (row.to(tl.int64) * spans + span)[:, None] * R + r[None, :]
+        tl.store(bases + place, base, mask=((span < spans) & (span < last))[:, None] & (r < R)[None, :])
 
 
 @triton.jit
@@ -164,14 +180,20 @@ def _estimate(
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 
+@dataclass(frozen=True)
+class Query:
+    """Query heads as kernels of codes take them: `units.round_queries`."""
+
+    halves: Tensor  # [B, Hkv, R, 2, D] float16: rotated heads as `in_halves` leaves them
+    inverses: Tensor  # [B, Hkv, R] float32: halves times these add up to the rotated heads
+    head_sums: Tensor  # [B, Hkv, R] float32 of the rotated heads
+    integers: Tensor  # [B, Hkv, R, D] float16: rotated heads ~ integers * steps
+    steps: Tensor  # [B, Hkv, R] float32
+    anchors: Tensor | None  # [B, Hkv, R] float32 (`scoring.anchors`)
+    planes: Tensor | None  # [B, Hkv, R, PLANES, D / 32] int32: bits of the integers
+    sums: Tensor | None  # [B, Hkv, R] float32 of the integers, where there are planes
+
+
 def _padded_heads(repeat: int) -> int:
     """Query heads of a product: two columns each, at least the 8 of NVIDIA's smallest, the 16 of AMD's."""
     return max(triton.next_power_of_2(repeat), 8 if torch.version.hip else 4)
-
-
-def _block(rows: int, groups: int, row_bytes: int) -> int:
-    """Groups that one program scores: as many as its registers hold, but enough programs to fill a GPU."""
-    block = min(BLOCK_GROUPS, max(CODE_BYTES // row_bytes, SMALLEST_BLOCK))
-    while block > SMALLEST_BLOCK and rows * groups < block * FULL_PROGRAMS:
-        block //= 2
-    return block

@@ -16,6 +16,7 @@ huge), the second round's last program reads a whole row again and again, which 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -29,11 +30,11 @@ SAMPLE = 512  # of a row, for the intervals, in runs of 8 that lie together
 BINS = 128
 CANDIDATES = 1024  # that are taken at a time
 LIST_BLOCK = 4096  # groups that `compact` takes at a time
-COUNTERS = 4  # of a row behind the bins: always selected groups, candidates, tickets of two rounds
+COUNTERS = 5  # of a row behind the bins: always selected groups, candidates, tickets of two rounds and of attention
 STATE = 4  # numbers of a row that a round leaves the next: its interval, what lies above it, what is taken, ties taken
 SCALES = 6  # the sample's least, mean, intervals a unit below and above it, and the two thresholds
 FEW_PROGRAMS = 512  # so few of them do not fill a GPU: each then has twice the warps, which the last ones wait for less
-SIZES = ["groups", "width", "num_sink_tokens", "num_recent_tokens", "min_context", "chunks"]
+SIZES = ["groups", "num_sink_tokens", "num_recent_tokens", "min_context", "width", "chunks"]
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,19 @@ def _find_threshold(
         tl.store(state + 3, want - taken)
 
 
+@triton.jit
+def store_masses(masses, estimate_row, g, groups, taken):
+    """The largest finite estimate of groups g [N], and the sums of the exponentials of all less that, and of those
+    that are not taken."""
+    finite = tl.load(estimate_row + g, mask=g < groups, other=-float("inf"))
+    finite = tl.where(tl.abs(finite) < float("inf"), finite, -float("inf"))
+    most = tl.maximum(tl.max(finite, axis=0), -3.0e38)
+    mass = tl.exp(finite - most)
+    tl.store(masses, most)
+    tl.store(masses + 1, tl.sum(mass, axis=0))
+    tl.store(masses + 2, tl.sum(tl.where(taken, 0.0, mass), axis=0))
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _list(
     estimate, lengths, counters, state, scales, candidates, candidate_groups, chunk_counts, out_groups, out_counts,
@@ -248,8 +262,7 @@ def _list(
     CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, SCALES: tl.constexpr,
     CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Writes a run's part of the list, and unless they are None of the mask and of the masses: the largest finite
-    estimate, and the sums of the exponentials of all less that and of those that are not taken."""
+    """Writes a run's part of the list, and unless they are None of the mask and of the masses."""
     wait(OVERLAP)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
@@ -291,14 +304,7 @@ def _list(
     if selected_mask is not None:
         tl.store(selected_mask + row.to(tl.int64) * groups + g, taken.to(tl.uint8), mask=g < groups)
     if masses is not None:
-        finite = tl.load(estimate_row + g, mask=g < groups, other=-float("inf"))
-        finite = tl.where(tl.abs(finite) < float("inf"), finite, -float("inf"))
-        most = tl.maximum(tl.max(finite, axis=0), -3.0e38)
-        mass = tl.exp(finite - most)
-        masses += (row * chunks + chunk) * 3
-        tl.store(masses, most)
-        tl.store(masses + 1, tl.sum(mass, axis=0))
-        tl.store(masses + 2, tl.sum(tl.where(taken, 0.0, mass), axis=0))
+        store_masses(masses + (row * chunks + chunk) * 3, estimate_row, g, groups, taken)
     release(OVERLAP)
     # each run fills as much of what no group takes
     share = (width + chunks - 1) // chunks
@@ -338,62 +344,101 @@ def num_chunks(groups: int) -> int:
 
 
 def skipped_shares(masses: Tensor) -> Tensor:
-    """`selection.skipped_mass` [..] of what `select_topk` left in masses [.., chunks, 3]."""
+    """`selection.skipped_mass` [..] of the masses [.., runs, 3] of the runs of a row."""
     most, mass, skipped = masses.unbind(-1)
     weight = torch.exp(most - most.amax(-1, keepdim=True))
     return (weight * skipped).sum(-1) / (weight * mass).sum(-1).clamp(1e-30)
 
 
-def _launch(
-    estimate: Tensor, lengths: Tensor, wanted: Tensor, selected_mask: Tensor | None, width: int,
-    selectable: tuple[int, int, int, int] | None, masses: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@dataclass(frozen=True)
+class Thresholds:
+    """What of each row's estimates is taken, as two rounds leave it on the device."""
+
+    counters: Tensor  # [B * Hkv, BINS + COUNTERS] int32
+    state: Tensor  # [B * Hkv, STATE] int32
+    scales: Tensor  # [B * Hkv, SCALES] float32
+    candidates: Tensor  # [B, Hkv, G] float32
+    candidate_groups: Tensor  # [B * Hkv, G] int32
+    chunk_counts: Tensor  # [B * Hkv, chunks] int32
+    selectable: tuple[int, int, int]  # sink tokens, recent tokens, min_context
+    constants: dict[str, Any]
+
+
+def new_counters(rows: int, device: torch.device) -> Tensor:
+    """Counters of so many rows, which `find_thresholds` wants to be 0."""
+    return torch.empty((rows, BINS + COUNTERS), dtype=torch.int32, device=device)
+
+
+def find_thresholds(
+    estimate: Tensor, lengths: Tensor, wanted: Tensor, width: int, selectable: tuple[int, int, int, int] | None,
+    counters: Tensor | None = None,
+) -> Thresholds:  # fmt: skip
+    """The first two rounds. `selectable`: group size, sink and recent tokens and min_context, or None: of finite
+    estimates alone. `counters`: cleared ones."""
     batch, kv_heads, groups = estimate.shape
     assert estimate.is_contiguous() and lengths.is_contiguous() and wanted.is_contiguous()
     rows, chunks = batch * kv_heads, num_chunks(groups)
-    assert masses is None or (masses.is_contiguous() and masses.shape[-2] == chunks)
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=estimate.device)
 
-    listed, counts = integers(batch, kv_heads, width), integers(batch, kv_heads)
-    counters = torch.zeros((rows, BINS + COUNTERS), dtype=torch.int32, device=estimate.device)
-    state, scales = integers(rows, STATE), estimate.new_empty((rows, SCALES))
-    candidates, candidate_groups = torch.empty_like(estimate), integers(rows, groups)
-    chunk_counts = integers(rows, chunks)
     group_size, *selectable_tokens = selectable or (1, 0, 0, 0)
-    shared = {
-        "S": group_size, "SINK_RECENT": selectable is not None, "CHUNK": CHUNK, "BINS": BINS, "COUNTERS": COUNTERS,
-        "STATE": STATE, "SCALES": SCALES, "num_warps": 8 if chunks * rows <= FEW_PROGRAMS else 4,
-        **overlap(estimate.device),
-    }  # fmt: skip
+    found = Thresholds(
+        new_counters(rows, estimate.device).zero_() if counters is None else counters, integers(rows, STATE),
+        estimate.new_empty((rows, SCALES)), torch.empty_like(estimate), integers(rows, groups),
+        integers(rows, chunks), (selectable_tokens[0], selectable_tokens[1], selectable_tokens[2]),
+        {
+            "S": group_size, "SINK_RECENT": selectable is not None, "BINS": BINS, "COUNTERS": COUNTERS, "STATE": STATE,
+            "SCALES": SCALES, **overlap(estimate.device),
+        },
+    )  # fmt: skip
+    launch = found.constants | {"CHUNK": CHUNK, "num_warps": warps(chunks * rows)}
     _count_bins[(chunks, rows)](
-        estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width, chunks, *selectable_tokens,
-        SAMPLE=SAMPLE, **shared,
+        estimate, lengths, wanted, found.counters, found.state, found.scales, groups, kv_heads, width, chunks,
+        *found.selectable, SAMPLE=SAMPLE, **launch,
     )  # fmt: skip
     _find_threshold[(chunks, rows)](
-        estimate, lengths, counters, state, scales, candidates, candidate_groups, chunk_counts, groups, kv_heads,
-        chunks, *selectable_tokens, CANDIDATES=CANDIDATES, **shared,
+        estimate, lengths, found.counters, found.state, found.scales, found.candidates, found.candidate_groups,
+        found.chunk_counts, groups, kv_heads, chunks, *found.selectable, CANDIDATES=CANDIDATES, **launch,
     )  # fmt: skip
+    return found
+
+
+def warps(programs: int) -> int:
+    return 8 if programs <= FEW_PROGRAMS else 4
+
+
+def _launch(
+    estimate: Tensor, lengths: Tensor, wanted: Tensor, selected_mask: Tensor | None, width: int,
+    selectable: tuple[int, int, int, int] | None, masses: Tensor | None = None, counters: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, kv_heads, groups = estimate.shape
+    rows, chunks = batch * kv_heads, num_chunks(groups)
+    assert masses is None or (masses.is_contiguous() and masses.shape[-2] == chunks)
+    found = find_thresholds(estimate, lengths, wanted, width, selectable, counters)
+    listed = torch.empty((batch, kv_heads, width), dtype=torch.int32, device=estimate.device)
+    counts = listed.new_empty((batch, kv_heads))
     _list[(chunks, rows)](
-        estimate, lengths, counters, state, scales, candidates, candidate_groups, chunk_counts, listed, counts,
-        selected_mask, masses, groups, kv_heads, width, chunks, *selectable_tokens, CANDIDATES=CANDIDATES, **shared,
+        estimate, lengths, found.counters, found.state, found.scales, found.candidates, found.candidate_groups,
+        found.chunk_counts, listed, counts, selected_mask, masses, groups, kv_heads, width, chunks, *found.selectable,
+        CHUNK=CHUNK, CANDIDATES=CANDIDATES, num_warps=warps(chunks * rows), **found.constants,
     )  # fmt: skip
     return listed, counts
 
 
 def select_topk(
     estimate: Tensor, counts_wanted: Tensor, lengths: Tensor, *, group_size: int, num_sink_tokens: int,
-    num_recent_tokens: int, min_context: int, width: int, masses: Tensor | None = None,
+    num_recent_tokens: int, min_context: int, width: int, masses: Tensor | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32, visit [B, Hkv, G] uint8) of policy topk:
     of estimate [B, Hkv, G] float32, natural logs of masses, the `counts_wanted` [B] int32 best (at most width), forced
     groups first, the lower index first among equals, none past the end of lengths [B] int32 tokens. Forced: the groups
     of `eps_core.kv_cache.step_plan.always_selected_groups` and those at +inf. `masses`
-    [B, Hkv, num_chunks(G), 3] float32 is filled with what `skipped_shares` takes."""
+    [B, Hkv, num_chunks(G), 3] float32 is filled with what `skipped_shares` takes. `counters`: cleared `new_counters`,
+    which cost a launch otherwise."""
     selected_mask = torch.empty(estimate.shape, dtype=torch.uint8, device=estimate.device)
     selectable = group_size, num_sink_tokens, num_recent_tokens, min_context
-    listed, counts = _launch(estimate, lengths, counts_wanted, selected_mask, width, selectable, masses)
+    listed, counts = _launch(estimate, lengths, counts_wanted, selected_mask, width, selectable, masses, counters)
     return listed, counts, selected_mask
 
 

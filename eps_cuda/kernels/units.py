@@ -11,7 +11,7 @@ pass has read are read again, of the best alone, which takes less than to keep w
 """
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -26,17 +26,17 @@ from eps_cuda.kernels.attend import processors
 from eps_cuda.kernels.finalize import TO_INTEGER, _rotate
 from eps_cuda.kernels.overlap import overlap, release, wait
 from eps_cuda.kernels.score import (
+    MEANS,
+    Query,
     _add_bits,
-    _block,
     _columns,
     _estimate,
     _from_byte,
-    _halves,
     _integer_sums,
     _padded_heads,
-    _pairs,
     _places,
-    _query,
+    in_halves,
+    score_means,
 )
 from eps_cuda.kernels.select import Depth, select_best
 from eps_cuda.kernels.write import LEAST_WIDTH
@@ -51,16 +51,14 @@ READ_ON_GROUPS = 64  # that a further pass takes at a time
 
 
 @triton.jit
-def _round_queries(
-    q, signs, turned, integers, steps, k_pool, table, anchors, planes, sums, stride_b, stride_h, unit_stride,
-    head_stride, table_units, kv_heads, inverse_root, R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr,
-    LOG_DIM: tl.constexpr, STEPS: tl.constexpr, SPREAD: tl.constexpr, PLANES: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+def round_query(
+    row, r, q, signs, halves, inverses, head_sums, integers, steps, k_pool, table, anchors, planes, sums, stride_b,
+    stride_h, unit_stride, head_stride, table_units, kv_heads, inverse_root,
+    R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr, STEPS: tl.constexpr,
+    SPREAD: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """One query head: `rotate` and `rounded_query`, its anchor unless `anchors` is None, and the integers' bit planes
-    and their sum unless `planes` is None."""
-    wait(OVERLAP)
-    row, r = tl.program_id(0), tl.program_id(1)
+    """Query head r of a (sequence, kv head): `rotate` and `rounded_query`, its anchor unless `anchors` is None, and the
+    integers' bit planes and their sum unless `planes` is None."""
     b, h = row // kv_heads, row % kv_heads
     d = tl.arange(0, DIM2)
     heads = q + b.to(tl.int64) * stride_b + h * R * stride_h
@@ -79,9 +77,12 @@ def _round_queries(
     step = tl.div_rn(tl.max(tl.abs(t)), STEPS * 1.0)
     usable = (step > 0) & (step < float("inf"))
     nearest = (tl.div_rn(t, tl.where(usable, step, 1.0)) + TO_INTEGER) - TO_INTEGER
-    release(OVERLAP)
     head = row * R + r
-    tl.store(turned + head * HEAD_DIM + d, t, mask=d < HEAD_DIM)
+    high, low, inverse = in_halves(t)
+    tl.store(halves + head * 2 * HEAD_DIM + d, high, mask=d < HEAD_DIM)
+    tl.store(halves + (head * 2 + 1) * HEAD_DIM + d, low, mask=d < HEAD_DIM)
+    tl.store(inverses + head, inverse)
+    tl.store(head_sums + head, tl.sum(t, axis=0))
     nearest = tl.where(usable, nearest, 0.0)
     tl.store(integers + head * HEAD_DIM + d, nearest.to(tl.float16), mask=d < HEAD_DIM)
     if planes is not None:
@@ -96,48 +97,34 @@ def _round_queries(
 
 
 @triton.jit
-def _score_means(
-    turned, mean, mean_scale, anchors, table, lengths, bases, table_units, spans, kv_heads,
-    R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, SUBNORMAL: tl.constexpr,
-    SPU: tl.constexpr, SPAN: tl.constexpr, LOG_S: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
+def _round_queries(
+    q, signs, halves, inverses, head_sums, integers, steps, k_pool, table, anchors, planes, sums, stride_b, stride_h,
+    unit_stride, head_stride, table_units, kv_heads, inverse_root,
+    R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr, STEPS: tl.constexpr,
+    SPREAD: tl.constexpr, PLANES: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """BLOCK units' means of one (sequence, kv head): log S + m_hat . a of each query head, less its anchor unless there
-    is none."""
+    """One query head a program."""
     wait(OVERLAP)
-    row = tl.program_id(1)
-    b, h = row // kv_heads, row % kv_heads
-    span = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (span < spans) & (span < (tl.load(lengths + b) + SPAN - 1) // SPAN)
-    _, tile = _places(table + b * table_units, span, inside, kv_heads, h, SPU)
-    turned_row, r = turned + row * R * D, tl.arange(0, RP)
-    power, inverse, sums = _query(turned_row, R, D, RP, DP)
-    # codes times the query of each head, scaled by its power and in halves; times 2^-24 where SUBNORMAL
-    d, column = tl.arange(0, DK), tl.arange(0, 2 * RP)
-    codes = tl.load(mean + tile[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
-    used = (d < D)[:, None] & (column < 2 * R)[None, :]
-    a = tl.load(turned_row + column[None, :] // 2 * D + d[:, None], mask=used, other=0.0)
-    short = codes.to(tl.uint16).to(tl.float16, bitcast=True) if SUBNORMAL else codes.to(tl.float16)
-    total = tl.dot(short, _halves(a * power[None, :], column))
-    unit = inverse * 16777216.0 if SUBNORMAL else inverse
-    dots = _pairs(total, BLOCK, RP) * unit[None, :] - (128 * sums)[None, :]
-    step = tl.load(mean_scale + tile, mask=inside, other=0.0).to(tl.float32)
-    place = (row.to(tl.int64) * spans + span)[:, None] * R + r[None, :]
-    base = LOG_S + dots * step[:, None]
-    if anchors is not None:
-        base -= tl.load(anchors + row * R + r, mask=r < R, other=0.0)[None, :]
     release(OVERLAP)
-    tl.store(bases + place, base, mask=(span < spans)[:, None] & (r < R)[None, :])
+    round_query(
+        tl.program_id(0), tl.program_id(1), q, signs, halves, inverses, head_sums, integers, steps, k_pool, table,
+        anchors, planes, sums, stride_b, stride_h, unit_stride, head_stride, table_units, kv_heads, inverse_root,
+        R, HEAD_DIM, DIM2, LOG_DIM, STEPS, SPREAD, PLANES,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_units", "groups", "spans", "spans_each"])
 def _score_units(
-    integers, steps, bases, codes, second, scale, valid, table, lengths, estimate, table_units, groups, spans,
-    kv_heads, spans_each, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
+    halves, inverses, head_sums, mean, mean_scale, anchors, integers, steps, bases, codes, second, scale, valid, table,
+    lengths, estimate, table_units, groups, spans, kv_heads, spans_each, R: tl.constexpr, D: tl.constexpr,
+    ROW: tl.constexpr, MEAN_RP: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr,
     SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr,
-    LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr = False,
+    LOG_S: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """`spans_each` units of one (sequence, kv head), by the first D of ROW dimensions; by all of them and their
-    rescoring bits where there is `second`."""
+    """`spans_each` units of one (sequence, kv head): first their `bases`, then their estimates by the first D of ROW
+    dimensions; by all of them and their rescoring bits where there is `second`."""
     wait(OVERLAP)
     BYTES: tl.constexpr = (D + 7) // 8
     BP: tl.constexpr = (DP + 7) // 8 if D == ROW else BYTES
@@ -154,7 +141,13 @@ def _score_units(
     sums = MIDDLE * _integer_sums(integers_row, head, D, ROW, DP)
     step = tl.load(steps + row * R + head) * (ROW / D)
     first = tl.program_id(0) * spans_each
-    for span in range(first, tl.minimum(first + spans_each, spans)):
+    last = tl.minimum(first + spans_each, spans)
+    score_means(
+        first, last, row, halves, inverses, head_sums, mean, mean_scale, anchors, table, lengths, bases, table_units,
+        spans, kv_heads, R, ROW, MEAN_RP, DK, SUBNORMAL, SPU, N * S, LOG_S, BLOCK,
+    )  # fmt: skip
+    tl.debug_barrier()  # its lanes read what others of them wrote
+    for span in range(first, last):
         unit = tl.maximum(tl.load(table + b * table_units + span // SPU), 0).to(tl.int64)
         tile, g = (unit * kv_heads + h) * SPU + span % SPU, span * N + n
         known = ((span + 1) * (N * S) <= length) & (tl.load(valid + unit * SPU + span % SPU) != 0)
@@ -266,29 +259,18 @@ def _read_on(
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 
-@dataclass(frozen=True)
-class Query:
-    """Result of `round_queries`."""
-
-    turned: Tensor  # [B, Hkv, R, D] float32
-    integers: Tensor  # [B, Hkv, R, D] float16: turned ~ integers * steps
-    steps: Tensor  # [B, Hkv, R] float32
-    anchors: Tensor | None  # [B, Hkv, R] float32 (`scoring.anchors`)
-    planes: Tensor | None  # [B, Hkv, R, PLANES, D / 32] int32: bits of the integers
-    sums: Tensor | None  # [B, Hkv, R] float32 of the integers, where there are planes
-
-
-def round_queries(
+def rounding(
     q: Tensor, signs: Tensor, kv_heads: int, first: tuple[Tensor, Tensor] | None = None, with_planes: bool = False
-) -> Query:
-    """q [B, Hq, D] unscaled, signs [2, D] float32 of the rotation. `first`: K [P, Hkv, U, D] and the table [B, M] int32
-    of the units whose first token anchors the query heads."""
+) -> tuple[Query, dict[str, Any]]:
+    """Return where `round_query` leaves the heads of q [B, Hq, D], unscaled, and its arguments; signs [2, D] float32 of
+    the rotation. `first`: K [P, Hkv, U, D] and the table [B, M] int32 of the units whose first token anchors the query
+    heads."""
     batch, heads, head_dim = q.shape
     assert q.stride(-1) == 1 and signs.is_contiguous()
     shape = batch, kv_heads, heads // kv_heads, head_dim
-    turned = torch.empty(shape, dtype=torch.float32, device=q.device)
     integers = torch.empty(shape, dtype=torch.float16, device=q.device)
-    steps = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    halves = integers.new_empty((*shape[:3], 2, head_dim))
+    steps, inverses, head_sums = torch.empty((3, *shape[:3]), dtype=torch.float32, device=q.device)
     padded = max(triton.next_power_of_2(head_dim), LEAST_WIDTH)
     anchors, k_pool, table = None, None, None
     strides: tuple[int, ...] = (0, 0, 0)
@@ -300,13 +282,22 @@ def round_queries(
     if with_planes:
         planes = torch.empty((*shape[:3], bits.PLANES, head_dim // 32), dtype=torch.int32, device=q.device)
         sums = torch.empty_like(steps)
-    _round_queries[(batch * kv_heads, shape[2])](
-        q, signs, turned, integers, steps, k_pool, table, anchors, planes, sums, q.stride(0), q.stride(1), *strides,
-        kv_heads, 1 / math.sqrt(head_dim), R=shape[2], HEAD_DIM=head_dim, DIM2=padded,
-        LOG_DIM=padded.bit_length() - 1, STEPS=QUERY_STEPS, SPREAD=ANCHOR_SPREAD, PLANES=bits.PLANES, num_warps=1,
-        enable_fp_fusion=False, **overlap(q.device),
-    )  # fmt: skip
-    return Query(turned, integers, steps, anchors, planes, sums)
+    query = Query(halves, inverses, head_sums, integers, steps, anchors, planes, sums)
+    return query, vars(query) | {
+        "q": q, "signs": signs, "k_pool": k_pool, "table": table, "stride_b": q.stride(0), "stride_h": q.stride(1),
+        **dict(zip(("unit_stride", "head_stride", "table_units"), strides, strict=True)), "kv_heads": kv_heads,
+        "inverse_root": 1 / math.sqrt(head_dim), "R": shape[2], "HEAD_DIM": head_dim, "DIM2": padded,
+        "LOG_DIM": padded.bit_length() - 1, "STEPS": QUERY_STEPS, "SPREAD": ANCHOR_SPREAD, "PLANES": bits.PLANES,
+    }  # fmt: skip
+
+
+def round_queries(q: Tensor, signs: Tensor, kv_heads: int, **more: Any) -> Query:
+    """The query heads by a launch of their own: see `rounding`."""
+    query, arguments = rounding(q, signs, kv_heads, **more)
+    _round_queries[(q.shape[0] * kv_heads, q.shape[1] // kv_heads)](
+        **arguments, num_warps=1, enable_fp_fusion=False, **overlap(q.device)
+    )
+    return query
 
 
 def _each(rows: int, pieces: int, device: torch.device, programs: int = PROGRAMS) -> int:
@@ -325,25 +316,6 @@ def integer_columns(repeat: int) -> int:
     return max(triton.next_power_of_2(repeat), 16 if torch.version.hip else 8)
 
 
-def _bases(
-    query: Query, summary: dict[str, Tensor], table: Tensor, lengths: Tensor,
-    shared: dict[str, float], group_size: int,
-) -> Tensor:  # fmt: skip
-    """log S + m_hat . a [B, Hkv, units, R] of all units, less the anchors."""
-    batch, kv_heads, repeat, head_dim = query.turned.shape
-    per_unit, together = summary["scale"].shape[2:]
-    spans, padded = table.shape[1] * per_unit, max(triton.next_power_of_2(head_dim), 16)  # what one product adds up
-    assert summary["mean"].shape[3] == head_dim
-    bases = torch.empty((batch, kv_heads, spans, repeat), dtype=torch.float32, device=table.device)
-    block = _block(batch * kv_heads, spans, padded)
-    _score_means[(triton.cdiv(spans, block), batch * kv_heads)](
-        query.turned, summary["mean"], summary["mean_scale"], query.anchors, table, lengths, bases, table.shape[1],
-        spans, kv_heads, D=head_dim, RP=_padded_heads(repeat), DK=padded, **shared, SPAN=together * group_size,
-        LOG_S=math.log(group_size), BLOCK=block, **overlap(table.device),
-    )  # fmt: skip
-    return bases
-
-
 def score_units(
     query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, depth: Depth,
     *, group_size: int, dims: tuple[int, ...], subnormal: bool = not torch.version.hip,
@@ -353,43 +325,43 @@ def score_units(
     masses of each are divided by exp of its anchor, and their sum takes the place of the most in what is read last.
     `summary` has the pools [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8, table [B, M]
     and lengths [B] int32; `dims` of each part of a code (`part_dims`)."""
-    batch, kv_heads, repeat, head_dim = query.turned.shape
+    batch, kv_heads, repeat, head_dim = query.integers.shape
     per_unit, together = summary["scale"].shape[2:]
     spans, rows = table.shape[1] * per_unit, batch * kv_heads
     groups = spans * together
-    whole = query.turned, query.integers, query.steps, *summary.values(), valid, table, lengths
+    whole = query.halves, query.integers, query.steps, *summary.values(), valid, table, lengths
     assert all(one.is_contiguous() for one in whole), "pools, tables and outputs of an earlier kernel are whole"
     assert summary["codes"].shape[3:] == (-(-dims[0] // 8), together) and sum(dims) == head_dim
     assert len(depth.cascaded) == len(dims) - 1, "a count for each part after the first"
-    shared: dict[str, float] = {
-        "R": repeat,
-        "DP": triton.next_power_of_2(head_dim),
-        "SUBNORMAL": subnormal,
-        "SPU": per_unit,
-    }
-    bases = _bases(query, summary, table, lengths, shared, group_size)
+    assert summary["mean"].shape[3] == head_dim
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
-    shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE, "num_warps": 1}
-    shared["ASM"] = table.is_cuda and not torch.version.hip
-    shared |= overlap(table.device)
+    if query.planes is not None and query.sums is not None:
+        assert reads_bits(depth, together, repeat, head_dim, table.device)
+        bits.score_bits(
+            query, summary, valid, table, lengths, estimate, group_size=group_size,
+            spans_each=_each(rows, spans, table.device, bits.PROGRAMS),
+        )  # fmt: skip
+        return estimate
+    bases = torch.empty((batch, kv_heads, spans, repeat), dtype=torch.float32, device=table.device)
+    padded = triton.next_power_of_2(head_dim)
+    shared: dict[str, Any] = {
+        "R": repeat, "SUBNORMAL": subnormal, "SPU": per_unit, "D": dims[0], "ROW": head_dim, "DP": padded,
+        "N": together, "LARGEST": LARGEST_ESTIMATE, "ASM": table.is_cuda and not torch.version.hip, "num_warps": 1,
+        **overlap(table.device),
+    }  # fmt: skip
     # of each further pass: how many groups it reads, which parts, and whether rescoring bits
     names = PARTS[len(dims)]
     passes = [(*some, names[: at + 2], False) for at, some in enumerate(depth.cascaded)]
     if depth.rescored[1] and not depth.at_once:
         passes.append((*depth.rescored, names, True))
     sums = query.anchors is not None  # in what is read last
-    if query.planes is not None and query.sums is not None:
-        assert reads_bits(depth, together, repeat, head_dim, table.device)
-        bits.score_bits(
-            query.planes, query.sums, query.steps, bases, summary, valid, table, lengths, estimate,
-            group_size=group_size, spans_each=_each(rows, spans, table.device, bits.PROGRAMS), together=sums,
-        )  # fmt: skip
-        return estimate
     spans_each = _each(rows, spans, table.device)
     second, by = (summary["second"], summary["second_scale"]) if depth.at_once else (None, summary["scale"])
     _score_units[(triton.cdiv(spans, spans_each), rows)](
+        query.halves, query.inverses, query.head_sums, summary["mean"], summary["mean_scale"], query.anchors,
         query.integers, query.steps, bases, summary["codes"], second, by, valid, table, lengths, estimate,
-        table.shape[1], groups, spans, kv_heads, spans_each, **shared, RP=integer_columns(repeat), S=group_size,
+        table.shape[1], groups, spans, kv_heads, spans_each, **shared, MEAN_RP=_padded_heads(repeat),
+        RP=integer_columns(repeat), DK=max(padded, 16), S=group_size, LOG_S=math.log(group_size), BLOCK=MEANS,
         NP=max(triton.next_power_of_2(together), 16), SUM=sums and not passes,
     )  # fmt: skip
 

@@ -1,0 +1,157 @@
+"""Attention over the best groups where they lie, in one launch once their thresholds are known: no list is made.
+
+Each program takes a run of a row's groups, notes those that are taken (see `select`), attends to their tokens as
+`attend` does, and stores its part. The program of a (sequence, kv head) that comes last merges all parts. Runs hold
+different numbers of tokens that are taken, so there are several programs for each place on the GPU.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eps_cuda.kernels.arguments import check_layout, check_shapes, pool_constants
+from eps_cuda.kernels.attend import HALVES, attend_tokens, padding, plan, processors, store_part
+from eps_cuda.kernels.overlap import release, wait
+from eps_cuda.kernels.select import CANDIDATES, SIZES, Thresholds, _is_last, _values, store_masses
+
+# Change speed only
+RUN_GROUPS = 1024  # that are looked at at a time
+PROGRAMS = 8  # of a multiprocessor
+MOST_SPLITS = 64  # of a row: one program merges them
+MERGED = 8192  # numbers that it takes at a time
+
+
+@triton.jit(do_not_specialize=["runs_each", "table_width", *SIZES[:4]])
+def attend_best_kernel(
+    q, k, v, table, lengths, estimate, counters, state, scales, candidates, candidate_groups, own_groups, masses,
+    part_out, part_lse, out, scale, groups, runs_each, table_width, num_sink_tokens, num_recent_tokens, min_context,
+    HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, WIDE_Q: tl.constexpr,
+    R_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    VALUES: tl.constexpr, RUN: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr,
+    SCALES: tl.constexpr, SINK_RECENT: tl.constexpr, CANDIDATES: tl.constexpr, R_POWER: tl.constexpr,
+    BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """Program (b * HKV + h, split): `runs_each` runs of a row. Stores `masses` [B, Hkv, runs, 3], and out [B, Hq, D] of
+    the last program of a row; `own_groups` [B, Hkv, splits, runs_each * RUN] is its own."""
+    wait(OVERLAP)
+    pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    b, h = pair // HKV, pair % HKV
+    length = tl.load(lengths + b)
+    estimate_row = estimate + pair.to(tl.int64) * groups
+    counters += pair * (BINS + COUNTERS)
+    number, room = tl.load(counters + BINS + 1), tl.load(state + pair * STATE + 3)
+    low, high = tl.load(scales + pair * SCALES + 4), tl.load(scales + pair * SCALES + 5)
+
+    # of what reaches the lower threshold alone, how many lie before this program's first group
+    first, i = split * runs_each * RUN, tl.arange(0, CANDIDATES)
+    earlier = tl.zeros((CANDIDATES,), tl.int32)
+    for begin in range(0, number, CANDIDATES):
+        place, inside = pair.to(tl.int64) * groups + begin + i, begin + i < number
+        before = tl.load(candidate_groups + place, mask=inside, other=0x7FFFFFFF) < first
+        value = tl.load(candidates + place, mask=inside, other=float("nan"))
+        earlier += (before & (value >= low) & ~(value >= high)).to(tl.int32)
+    ties = tl.sum(earlier, axis=0)
+
+    own_groups += (pair.to(tl.int64) * num_splits + split) * runs_each * RUN
+    count = ties * 0
+    runs = (groups + RUN - 1) // RUN
+    for start in range(first, tl.minimum(first + runs_each * RUN, groups), RUN):
+        g = start + tl.arange(0, RUN)
+        value = _values(
+            estimate_row, g, start, start + RUN - 1, groups, length, num_sink_tokens, num_recent_tokens, min_context,
+            S, SINK_RECENT,
+        )  # fmt: skip
+        sure, reaches = value >= high, value >= low
+        # both counts in one scan: a run has fewer than 2^15 groups
+        ranks = tl.cumsum(tl.where(sure, 1, tl.where(reaches, 1 << 16, 0)), axis=0)
+        rank = ties + (ranks >> 16)
+        taken = sure | (reaches & (rank <= room))
+        place = count + (ranks & 0xFFFF) + tl.minimum(rank, room) - tl.minimum(ties, room) - 1
+        tl.store(own_groups + place, g, mask=taken)
+        store_masses(masses + (pair * runs + start // RUN) * 3, estimate_row, g, groups, taken)
+        count += tl.sum(taken.to(tl.int32), axis=0)
+        ties += tl.sum((reaches & ~sure).to(tl.int32), axis=0)
+    tl.debug_barrier()  # its threads read what others of them noted
+
+    largest, total, acc = attend_tokens(
+        q, k, v, None, None, table + b.to(tl.int64) * table_width, own_groups, pair, h, length, 0, count * S, scale,
+        R, D, U, S, True, WIDE_Q, R_PAD, D_PAD, BLOCK_N, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, K_BITS, V_BITS, VALUES,
+    )  # fmt: skip
+    store_part(part_out, part_lse, largest, total, acc, pair, split, num_splits, count > 0, R, D, R_PAD, D_PAD)
+    release(OVERLAP)
+    if _is_last(counters + BINS + 4, num_splits):
+        r, d = tl.arange(0, R_POWER), tl.arange(0, D_PAD)
+        most = tl.full([R_POWER], -3.0e38, tl.float32)
+        mass = tl.zeros([R_POWER], tl.float32)
+        merged = tl.zeros([R_POWER, D_PAD], tl.float32)
+        for start in range(0, num_splits, BLOCK_S):
+            s = start + tl.arange(0, BLOCK_S)
+            place = (pair.to(tl.int64) * R + r)[:, None] * num_splits + s[None, :]
+            inside = (r < R)[:, None] & (s < num_splits)[None, :]
+            lse = tl.load(part_lse + place, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                part_out + place[:, :, None] * D + d[None, None, :], mask=inside[:, :, None] & (d < D)[None, None, :],
+                other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new = tl.maximum(most, tl.max(lse, axis=1))
+            shrink, weight = tl.exp(most - new), tl.exp(lse - new[:, None])
+            mass = mass * shrink + tl.sum(weight, axis=1)
+            # the part of a program without tokens may be anything
+            weighted = tl.where(weight[:, :, None] > 0, weight[:, :, None] * part, 0.0)
+            merged = merged * shrink[:, None] + tl.sum(weighted, axis=1)
+            most = new
+        merged = merged / tl.where(mass == 0, 1.0, mass)[:, None]
+        at = (pair.to(tl.int64) * R + r)[:, None] * D + d[None, :]
+        tl.store(out + at, merged.to(out.dtype.element_ty), mask=(r < R)[:, None] & (d < D)[None, :])
+
+
+def num_runs(groups: int) -> int:
+    """Runs of a row of so many groups."""
+    return triton.cdiv(groups, RUN_GROUPS)
+
+
+def attend_best(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, estimate: Tensor, found: Thresholds,
+    masses: Tensor,
+) -> Tensor:  # fmt: skip
+    """out [B, Hq, D] in q's dtype of q [B, Hq, D], unscaled, over the groups of estimate [B, Hkv, G] that `found`
+    takes, 0 where there are none; K and V [P, Hkv, U, D] as they are, table [B, M] int32, lengths [B] int32. Fills
+    masses [B, Hkv, num_runs(G), 3] float32 (`select.skipped_shares`)."""
+    check_layout(table=table, lengths=lengths, estimate=estimate, masses=masses)
+    batch, num_heads, head_dim = q.shape
+    _, kv_heads, unit_tokens, _ = k_pool.shape
+    size, groups, rows = found.constants["S"], estimate.shape[2], batch * kv_heads
+    check_shapes(q, k_pool, v_pool, size)
+    assert masses.shape == (batch, kv_heads, num_runs(groups), 3)
+    runs_each, num_splits = _split(rows, groups, processors(q.device))
+    repeat = num_heads // kv_heads
+    launch = plan(rows, groups * size, head_dim, k_pool.dtype, processors(q.device), num_splits)
+    own_groups = torch.empty((rows, num_splits * runs_each * RUN_GROUPS), dtype=torch.int32, device=q.device)
+    part_out = torch.empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+    part_lse, out = part_out.new_empty(part_out.shape[:3]), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    padded = padding(repeat, head_dim)
+    heads = triton.next_power_of_2(repeat)
+    constants: dict[str, Any] = found.constants | padded | pool_constants(k_pool, v_pool)
+    attend_best_kernel[(rows, num_splits)](
+        q.contiguous(), k_pool, v_pool, table, lengths, estimate, found.counters, found.state, found.scales,
+        found.candidates, found.candidate_groups, own_groups, masses, part_out, part_lse, out,
+        math.log2(math.e) / math.sqrt(head_dim), groups, runs_each, table.shape[1], *found.selectable,
+        HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype,
+        BLOCK_N=launch.block_tokens, RUN=RUN_GROUPS, CANDIDATES=CANDIDATES, R_POWER=heads,
+        BLOCK_S=max(MERGED // (heads * padded["D_PAD"]), 1), num_warps=launch.num_warps,
+        num_stages=launch.num_stages, **constants,
+    )  # fmt: skip
+    return out
+
+
+def _split(rows: int, groups: int, num_processors: int) -> tuple[int, int]:
+    """(runs of a program, programs of a row)."""
+    runs = num_runs(groups)
+    splits = min(triton.cdiv(PROGRAMS * num_processors, rows), runs, MOST_SPLITS)
+    runs_each = triton.cdiv(runs, splits)
+    return runs_each, triton.cdiv(runs, runs_each)

@@ -1,0 +1,100 @@
+"""Attention over the best groups where they lie is attention over their list: with ties, with nothing to take, in one
+run and in many. Lists are compared with the reference's in test_kernel_select.py, attention in
+test_kernel_attention.py."""
+
+import numpy as np
+import pytest
+import torch
+from test_kernel_select import TOPK, estimates
+from test_triton_attend import DTYPES, check_compiled, pools
+from triton_aot import Job, job
+from triton_interpreter import DEVICE
+
+from eps_cuda.kernels import attend as attend_module
+from eps_cuda.kernels import attend_best as best
+from eps_cuda.kernels import select
+
+HEAD_DIM = 16
+
+
+def on(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)
+
+
+def scene(lengths=(701, 400), kv_heads=2, size=2, kind="gauss", share=0.1, first=4, last=64, min_context=0, spare=0):
+    """(q, K, V, table, lengths, estimate, wanted, what is always selected) of a row of cases of `check_topk`."""
+    rng, unit = np.random.default_rng(len(kind) + size), 16 * size
+    lengths = np.array(lengths, np.int32)
+    ends = -(-lengths // size)
+    units = -(-(int(ends.max()) + spare) // 16)
+    estimate = estimates(kind, (len(lengths), kv_heads, units * 16), ends, rng)
+    table = rng.permutation(len(lengths) * units).astype(np.int32).reshape(len(lengths), units)
+    k, v = rng.normal(size=(2, table.size, kv_heads, unit, HEAD_DIM)).astype(np.float32)
+    # nothing past a sequence's end may be read
+    for b, length in enumerate(lengths):
+        for array in (k, v):
+            flat = array[table[b]].transpose(1, 0, 2, 3).reshape(kv_heads, -1, HEAD_DIM)
+            flat[:, length:] = np.nan
+            array[table[b]] = flat.reshape(kv_heads, units, unit, HEAD_DIM).transpose(1, 0, 2, 3)
+    q = rng.normal(size=(len(lengths), 3 * kv_heads, HEAD_DIM)).astype(np.float32)
+    wanted = np.maximum(ends * share if share <= 1 else np.minimum(share // size, ends), 1).astype(np.int32)
+    sinks = min(first, 2**31 - 1), min(last, 2**31 - 1), min_context
+    return [on(one) for one in (q, k, v, table, lengths, estimate, wanted)], (size, *sinks)
+
+
+def check(settings: dict) -> None:
+    (q, k, v, table, lengths, estimate, wanted), selectable = scene(**settings)
+    width, (batch, kv_heads, groups) = max(int(wanted.max()), 1), estimate.shape
+    names = "group_size", "num_sink_tokens", "num_recent_tokens", "min_context"
+    masses = q.new_full((batch, kv_heads, select.num_chunks(groups), 3), np.nan)
+    listed, counts, _ = select.select_topk(
+        estimate, wanted, lengths, **dict(zip(names, selectable, strict=True)), width=width, masses=masses
+    )
+    want, _ = attend_module.attend_groups(q, k, v, table, lengths, listed, counts, group_size=selectable[0])
+    found = select.find_thresholds(estimate, lengths, wanted, width, selectable)
+    own = q.new_full((batch, kv_heads, best.num_runs(groups), 3), np.nan)
+    got = best.attend_best(q, k, v, table, lengths, estimate, found, own)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+    torch.testing.assert_close(select.skipped_shares(own), select.skipped_shares(masses), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TOPK)
+def test_attends_to_what_would_be_listed(name, monkeypatch) -> None:
+    for size, value in {"CHUNK": 128, "SAMPLE": 32, "BINS": 16, "CANDIDATES": 32}.items():
+        monkeypatch.setattr(select, size, value)
+    monkeypatch.setattr(best, "CANDIDATES", 32)
+    for run, most_splits in ((1024, 64), (64, 64), (64, 3)):
+        monkeypatch.setattr(best, "RUN_GROUPS", run)
+        monkeypatch.setattr(best, "MOST_SPLITS", most_splits)
+        check(TOPK[name])
+
+
+def test_programs_fill_large_gpus_and_take_whole_runs() -> None:
+    for rows, groups in ((8, 32768), (32, 65536), (8, 131072), (64, 131072), (1, 1), (8, 1025)):
+        runs_each, splits = best._split(rows, groups, 132)
+        assert (splits - 1) * runs_each < best.num_runs(groups) <= splits * runs_each
+        assert rows * splits >= 256 or runs_each == 1
+        assert splits <= best.MOST_SPLITS
+
+
+def best_job(vendor: str, dtype: str, head_dim: int, repeat: int, size: int, q_dtype: str) -> Job:
+    chosen = attend_module.plan(8, 4096, head_dim, DTYPES[dtype], 132, None)
+    held = pools(dtype, (16, 16), max(64, size), head_dim)
+    constants = held["constants"] | {
+        "HKV": 8, "R": repeat, "D": head_dim, "U": max(64, size), "S": size,
+        "WIDE_Q": dtype != "fp32" and dtype != q_dtype, **attend_module.padding(repeat, head_dim),
+        "BLOCK_N": chosen.block_tokens, "RUN": best.RUN_GROUPS, "CANDIDATES": best.CANDIDATES, "SINK_RECENT": True,
+        "R_POWER": repeat, "BLOCK_S": max(best.MERGED // (repeat * head_dim), 1),
+        **{name: getattr(select, name) for name in ("BINS", "COUNTERS", "STATE", "SCALES")},
+    }  # fmt: skip
+    types = held["types"] | {"q": f"*{q_dtype}", "out": f"*{q_dtype}"}
+    options = {"num_warps": chosen.num_warps, "num_stages": attend_module.STAGES[vendor]}
+    return job(best.attend_best_kernel, constants, types, [], **options)
+
+
+def test_compiles_for_gpus_that_need_not_be_here() -> None:
+    shapes = [
+        ("bf16", 128, 4, 1, "bf16"), ("bf16", 64, 8, 2, "fp32"), ("fp16", 256, 4, 16, "fp16"),
+        ("bf16", 128, 16, 1, "bf16"), ("fp32", 128, 4, 2, "fp32"),
+    ]  # fmt: skip
+    check_compiled(lambda vendor: [best_job(vendor, *shape) for shape in shapes], [], 16)
