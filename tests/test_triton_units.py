@@ -13,7 +13,7 @@ import torch
 import triton
 from test_kernel_scores import CASES, KV_HEADS, Filled, check
 from test_triton_attend import DEVICE, TRITON
-from triton_aot import TARGETS, Compiled, compile_ahead, job
+from triton_aot import TARGETS, Compiled, Job, compile_ahead, job
 
 from eps_core.backend.summaries.rq import rotate, rounded_query
 from eps_core.config.selection import ANCHOR_SPREAD
@@ -131,8 +131,8 @@ JOBS = {
 
 
 BITS = {
-    "R": 4, "WORDS": 4, "SPU": 1, "S": 1, "PLANES": bits.PLANES, "LARGEST": LARGEST_ESTIMATE, "SUM": True, "ASM": True,
-    "LOG_S": 0.0, "BLOCK": score.MEANS,
+    "R": 4, "D": 128, "RP": 4, "DK": 128, "WORDS": 4, "SPU": 1, "S": 1, "PLANES": bits.PLANES, "SUM": True, "ASM": True,
+    "LARGEST": LARGEST_ESTIMATE, "LOG_S": 0.0, "BLOCK": score.MEANS,
 }  # fmt: skip
 WIDE = {"codes": "*i64", "second": "*i32", "scale": "*i64", "mean": "*u8"}  # as products of bits take them
 
@@ -147,21 +147,20 @@ def check_compiled(name: str, made: Compiled) -> None:
         assert "div.rn.f32" in made.text and not inexact, inexact[:3]
 
 
+def for_amd(one: Job) -> Job:
+    """As launchers ask for it where torch is built for AMD."""
+    changed = {"RP": 16, "MEAN_RP": 8, "SUBNORMAL": False, "ASM": False}
+    return replace(one, constants={key: changed.get(key, value) for key, value in one.constants.items()})
+
+
 def test_kernels_compile_for_gpus() -> None:
     """Every variant for H100, some for A100 and MI300: what the interpreter does not show."""
-    # as the launchers ask for, where torch is built for AMD
-    for_amd = [
-        replace(one, constants={
-            key: {"RP": 16, "MEAN_RP": 8, "SUBNORMAL": False, "ASM": False}.get(key, value)
-            for key, value in one.constants.items()
-        })
-        for one in JOBS.values()
-    ]  # fmt: skip
     names, old = list(JOBS), ("first of halves", "queries", "rest")
     for_nvidia = compile_ahead(list(JOBS.values()), TARGETS[1:2])
     further = compile_ahead([JOBS[name] for name in old], TARGETS[:1])
     made = [*zip(names, for_nvidia, strict=True), *zip(old, further, strict=True)]
-    made += zip(names[::2], compile_ahead(for_amd[::2], TARGETS[2:]), strict=True)
+    amd = [for_amd(JOBS[name]) for name in names[::2]]
+    made += zip(names[::2], compile_ahead(amd, TARGETS[2:]), strict=True)
     for name, (one,) in made:
         check_compiled(name, one)
     # neighbouring groups' bytes lie side by side, and are read so

@@ -8,24 +8,26 @@ import copy
 import itertools
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from triton_aot import Job, compile_ahead, job
+from triton_aot import TARGETS, Job, compile_ahead, job
 from triton_interpreter import DEVICE
 
 from eps_core.backend.summaries.rq import rotate as rotate32
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
+from eps_core.config.selection import ANCHOR_SPREAD
 from eps_core.summaries.base import MEAN_MOST, up16
-from eps_core.summaries.rq import SECOND_STEP, part_dims, rotate
+from eps_core.summaries.rq import QUERY_STEPS, SECOND_STEP, part_dims, rotate
 from eps_core.summaries.table import fields
 from eps_cuda import write_kv
 from eps_cuda.cache import Cache, new_cache
 from eps_cuda.device import DTYPES
-from eps_cuda.kernels import write
+from eps_cuda.kernels import bits, prepare, select, write
 from eps_cuda.ops import OPS
 
 MARGIN = 256  # bytes before and after each pool that must stay as they are
@@ -326,20 +328,30 @@ def test_without_summaries_only_rows_and_flags_change():
         assert torch.equal(pool.check(name), kept[name]), name
 
 
-def job_of(case: Case) -> Job:
-    """The launch of `write_tokens` for a model of eight kv heads."""
+def job_of(case: Case, vendor: str = "cuda", kernel: Any = write.write_kernel, **more: int | float) -> Job:
+    """The launch of `write_tokens` for a model of eight kv heads; or of a kernel that does `more`, too."""
     config, kind = case.config, {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}[case.dtype]
     cache_config = config.cache_config
     parts = [dims // 8 for dims in part_dims(cache_config, case.head_dim)]
     by_mean = cache_config.S, (parts[0], parts[1] if len(parts) == 3 else 0, parts[-1] if len(parts) > 1 else 0)
     constants, num_warps = write.launch_constants(
-        8, case.head_dim, cache_config.unit_tokens, cache_config.span_tokens, *by_mean,
+        8, case.head_dim, cache_config.unit_tokens, cache_config.span_tokens, *by_mean, vendor=vendor,
     )  # fmt: skip
     unit = config.cache_config.unit_tokens * case.head_dim
     constants |= {"UNIT_STRIDE": 8 * unit, "HEAD_STRIDE": unit, "TOKEN_STRIDE": case.head_dim}
-    types = {**dict.fromkeys(("k", "v", "k_pool", "v_pool"), kind), "scale": "*u8"}
+    types = {**dict.fromkeys(("k", "v", "k_pool", "v_pool", "q"), kind), "scale": "*u8"}
     absent = {"more", "rest", "second", "second_scale"} - set(fields(cache_config, case.head_dim))
-    return job(write.write_kernel, constants, types, absent, num_warps=num_warps, enable_fp_fusion=False)
+    return job(kernel, constants | more, types, absent, num_warps=num_warps, enable_fp_fusion=False)
+
+
+def start_job(vendor: str) -> Job:
+    """The launch that begins a captured step with a GPU's default."""
+    case = Case(128, 1, "bfloat16", rescore=1.0)
+    counters = select.BINS + select.COUNTERS
+    return job_of(
+        case, vendor, prepare._prepare, R=4, STEPS=QUERY_STEPS, SPREAD=ANCHOR_SPREAD, PLANES=bits.PLANES,
+        COUNTERS=counters, COUNTERS_PADDED=256,
+    )  # fmt: skip
 
 
 def test_compiles_for_gpus_without_spills_or_contraction():
@@ -353,14 +365,15 @@ def test_compiles_for_gpus_without_spills_or_contraction():
         Case(256, 2, "float32", mean_tokens=64, cascade=(0.25,)),
         Case(64, 16, "bfloat16"),
     ]
-    compiled = dict(zip((usual, unit), compile_ahead([job_of(usual), job_of(unit)]), strict=True))
+    start = [compile_ahead([start_job(one[0])], (one,))[0][0] for one in TARGETS]
+    first = compile_ahead([job_of(usual), job_of(unit)])
     hopper = compile_ahead([job_of(case) for case in others], targets=(("cuda", 90, 32),))
-    compiled |= dict(zip(others, hopper, strict=True))
-    for case, results in compiled.items():
+    for case, results in zip((None, usual, unit, *others), [start, *first, *hopper], strict=True):
         for one in results:
-            print(f"D {case.head_dim} S {case.group_size} {one}")
-            # halves that are turned round cost heads of 80 two registers
-            assert one.spilled_bytes <= (8 if case.head_dim == 80 else 0), (case, one.target, one.spilled_bytes)
+            print(case, one)
+            # halves that are turned round cost heads of 80 two registers; AMD spills where a unit is summarised
+            most = 8 if case and case.head_dim == 80 else 160 if case is None and "hip" in one.target else 0
+            assert one.spilled_bytes <= most, (case, one.target, one.spilled_bytes)
             if one.target.startswith("cuda"):  # AMD's exact divisions are made of fma
                 inexact = re.findall(
                     r"\b(?:fma\.|div\.full|div\.approx|sqrt\.approx|(?:add|sub|mul)[.\w]*\.ftz).*", one.text

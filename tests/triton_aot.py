@@ -21,10 +21,10 @@ TARGETS = (("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64))
 
 # arguments that have one type in every kernel; what is not here is an i32
 ARGUMENTS = {
-    "*i32": "table lengths slots starts counts listed_groups through named planes wanted out_groups out_counts own_groups "
-    "counters state candidate_groups chunk_counts",
-    "*fp32": "estimate lse part_out part_lse part_selected scales candidates masses signs steps inverses head_sums bases left "
-    "anchors sums",
+    "*i32": "table lengths slots starts counts listed_groups through named planes wanted out_groups out_counts "
+    "own_groups counters state candidate_groups chunk_counts",
+    "*fp32": "estimate lse part_out part_lse part_selected scales candidates masses signs steps inverses head_sums "
+    "bases left anchors sums",
     "*u8": "valid selected_mask finite codes more rest second second_scale unit_mean",
     "*fp16": "k_scale v_scale mean_scale unit_mean_scale integers halves",
     "fp32": "inverse_root",

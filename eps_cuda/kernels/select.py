@@ -352,7 +352,7 @@ def skipped_shares(masses: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What of each row's estimates is taken, as two rounds leave it on the device."""
+    """The best of each row's estimates, as two rounds find them: arrays of the device."""
 
     counters: Tensor  # [B * Hkv, BINS + COUNTERS] int32
     state: Tensor  # [B * Hkv, STATE] int32

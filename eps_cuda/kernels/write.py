@@ -18,7 +18,9 @@ from eps_cuda.kernels.arguments import stride_constants
 from eps_cuda.kernels.finalize import _finalize_unit
 from eps_cuda.kernels.overlap import overlap, release, wait
 
-WARP_ELEMENTS = 512  # of a span, the elements that one warp takes; changes speed only
+# of a span, the elements that one warp takes; changes speed only. AMD's warps are twice as wide, and 16 of them would
+# leave each thread 128 registers
+WARP_ELEMENTS = {"cuda": 512, "hip": 1024}
 LEAST_WIDTH = 8  # dimensions that a program handles at least: one byte of sign codes
 
 
@@ -105,7 +107,7 @@ def _log2_up(number: int) -> int:
 
 def launch_constants(
     kv_heads: int, head_dim: int, unit_tokens: int, span_tokens: int, group_size: int = 0,
-    part_bytes: tuple[int, int, int] = (0, 0, 0),
+    part_bytes: tuple[int, int, int] = (0, 0, 0), vendor: str = "hip" if torch.version.hip else "cuda",
 ) -> tuple[dict[str, int | float], int]:  # fmt: skip
     """(constexpr arguments of `write_kernel`, warps). Of rq `group_size`, and the bytes of a group's codes in
     `codes`, `more` and `rest`."""
@@ -119,7 +121,7 @@ def launch_constants(
     }  # fmt: skip
     # all groups of a mean are in hand at once, several times
     at_once = span_tokens // group_size << log_dim if group_size else 0
-    return constants, min(max(at_once // WARP_ELEMENTS, 4), 16) if group_size else 1
+    return constants, min(max(at_once // WARP_ELEMENTS[vendor], 4), 16) if group_size else 1
 
 
 def writing(

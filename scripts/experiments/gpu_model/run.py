@@ -2,12 +2,18 @@
 
     python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl
     python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --kernels H100    (each of them)
+    python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --fused    (of five launches)
 
 A kernel takes a + b context + c work microseconds, none of them negative, by least squares over the measured cells:
 `a` for its launch, `b` for what goes through a row in turn, `c` for what is spread over the device. Work is tokens of
 all kv heads, of attention the selected ones. On another device a and b follow the clock. c follows the bandwidth where
 the bytes explain at least two thirds of it on the measured device, else multiprocessors times clock. Dense attention
 follows the bandwidth.
+
+`--fused` puts the parts of nine measured launches together as five take them. A token is written beside the rounding
+of its query. Scores make the means, by compiled instructions 26 more of 399 for 64 tokens and 245 once a program, at
+CYCLES each. Attention takes the work of listing by 1,652 instructions for 1,915, and merges as the kernel did that did
+nothing else. Counters are cleared on the way.
 
 All of these are estimates. AMD's and Apple's kernels are other ones (no products of bits, a launch of MLX costs some 4
 microseconds): their rows say what these kernels would take, not what ours do.
@@ -32,6 +38,7 @@ COPIED = 0.865  # of a data sheet's bandwidth, as measured on the H200
 BYTES = {"_score_bits": 38.0, "_score_means": 1.3, "_count_bins": 4.0, "_find_threshold": 0.1, "_list": 5.0,
          "attend_split_kernel": float(KV_BYTES)}  # fmt: skip
 EXPLAINED = 2 / 3
+MORE_SCORING, MORE_ONCE, CYCLES, LISTING = 1 + 26 / 399, 245, 5, 1652 / 1915  # of `--fused`
 
 
 class Device(NamedTuple):
@@ -90,6 +97,23 @@ def fitted(name: str, rows: list[dict[str, Any]]) -> Kernel:
     return Kernel(launch, in_turn, spread, BYTES.get(name, 0.0))
 
 
+def fused_us(models: dict[str, Kernel], row: dict[str, Any], device: Device) -> dict[str, float]:
+    """Return the microseconds of five launches by the parts of nine."""
+
+    def us(name: str, launch: bool = True, work: float = 1.0) -> float:
+        one = models[name]
+        one = one._replace(launch=one.launch if launch else 0.0, spread=one.spread * work)
+        return one.us(row["context"], work_of(name, row), device)
+
+    return {
+        "prepare": max(us("write_kernel"), us("_round_queries")),
+        "scores": us("_score_bits", work=MORE_SCORING) + MORE_ONCE * CYCLES / device.ghz / 1000,
+        "count_bins": us("_count_bins"),
+        "find_threshold": us("_find_threshold"),
+        "attend_best": us("attend_split_kernel") + us("_list", launch=False, work=LISTING) + us("merge_kernel"),
+    }
+
+
 def dense_us(row: dict[str, Any], device: Device) -> float:
     """Return what dense attention takes: the faster of what was measured and 90 % of a copy, by the bandwidth."""
     fastest = min(*row["dense_us"].values(), row["dense_at_90_percent_us"])
@@ -99,21 +123,21 @@ def dense_us(row: dict[str, Any], device: Device) -> float:
 @click.command()
 @click.option("--rows", "path", type=click.Path(path_type=Path), required=True, help="Of gpu_times.py.")
 @click.option("--kernels", "named", type=click.Choice([*DEVICES]), help="Print each kernel on this device.")
-def main(path: Path, named: str | None) -> None:
+@click.option("--fused", is_flag=True, help="Of five launches a layer, which were not measured.")
+def main(path: Path, named: str | None, fused: bool) -> None:
     rows = rows_of(path, "layer")
     require(len(rows) >= 3, f"{path} has {len(rows)} cells: three numbers of a kernel need three or more")
     models = {name: fitted(name, rows) for name in rows[0]["kernels"]}
 
-    def layer_us(row: dict[str, Any], device: Device) -> float:
-        return sum(one.us(row["context"], work_of(name, row), device) for name, one in models.items())
+    def kernels_us(row: dict[str, Any], device: Device) -> dict[str, float]:
+        if fused:
+            return fused_us(models, row, device)
+        return {name: one.us(row["context"], work_of(name, row), device) for name, one in models.items()}
 
     cells = [f"{row['context']:,} x {row['batch']}" for row in rows]
     if named is not None:
-        device = DEVICES[named]
-        lines = [
-            [f"`{name}`", *(f"{one.us(row['context'], work_of(name, row), device):.1f}" for row in rows)]
-            for name, one in models.items()
-        ]
+        times = [kernels_us(row, DEVICES[named]) for row in rows]
+        lines = [[f"`{name}`", *(f"{one[name]:.1f}" for one in times)] for name in times[0]]
         print(markdown_table([f"{named}: us", *cells], lines))
         return
 
@@ -121,9 +145,11 @@ def main(path: Path, named: str | None) -> None:
         return f"{own:.0f}, {dense:.0f}: {dense / own:.2f} x"
 
     measured = DEVICES[MEASURED]
-    lines = [[f"{MEASURED}, measured", *(cell(row["step_us"], dense_us(row, measured)) for row in rows)]]
+    lines = []
+    if not fused:
+        lines.append([f"{MEASURED}, measured", *(cell(row["step_us"], dense_us(row, measured)) for row in rows)])
     for name, device in DEVICES.items():
-        lines.append([name, *(cell(layer_us(row, device), dense_us(row, device)) for row in rows)])
+        lines.append([name, *(cell(sum(kernels_us(row, device).values()), dense_us(row, device)) for row in rows)])
     print(markdown_table(["us of EPS, of dense", *cells], lines))
 
 
