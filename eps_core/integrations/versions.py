@@ -67,10 +67,14 @@ INTERFACES = {
         f"{_VLLM}.backends.registry:AttentionBackendEnum": "",
         f"{_VLLM}.backends.registry:register_backend": "backend class_path",
         f"{_VLLM}.backend:AttentionCGSupport": "",
+        f"{_VLLM}.backend:CommonAttentionMetadata":
+            "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound max_seq_len block_table_tensor "
+            "slot_mapping is_prefilling",
         "vllm.config:get_current_vllm_config": "",
         "vllm.config:get_current_vllm_config_or_none": "",
         "vllm.forward_context:get_forward_context": "",
         "vllm.platforms:current_platform": "",
+        "vllm.utils.platform_utils:is_pin_memory_available": "",
     },
     "sglang": {
         "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS": "",

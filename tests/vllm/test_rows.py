@@ -22,12 +22,12 @@ def test_slots_are_read_once_a_forward_and_padding_is_left_out(monkeypatch: pyte
         assert torch.equal(v, -k)
         return k[:, 0].tolist(), slots.tolist()
 
-    with override_forward_context(SimpleNamespace()):
+    with override_forward_context(SimpleNamespace(attn_metadata=None)):
         assert found(second[:3]) == ([0, 2, 4], [1, 2, 3])
         for _ in range(2):  # of two layers
             assert found(first) == ([0, 4, 8], [7, 9, 11]), "another number of slots"
     assert reads == [3, 5]
-    with override_forward_context(SimpleNamespace()):
+    with override_forward_context(SimpleNamespace(attn_metadata=None)):
         assert found(second) == ([0, 2, 4, 6, 8], [1, 2, 3, 4, 5]), "another forward, and keys beyond its slots"
         route.forget()
         assert found(first) == ([0, 4, 8], [7, 9, 11])

@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from eps_core.errors import ConfigError
 from eps_cuda.integrations.vllm.asked import asked
+from eps_cuda.integrations.vllm.forward import HostArrays
 from eps_cuda.integrations.vllm.runtime import Runtime, runtime_in, runtime_of
 
 PREFERRED_BLOCK_TOKENS = 128  # of route rows: whole units, which vLLM's usual 16 tokens are not
@@ -82,7 +83,7 @@ class EpsImpl:
 
 class EpsBuilder:
     """The class ahead of a stock metadata builder in a class of both: starts the runtime before the first request, and
-    keeps which requests still prefill."""
+    the copy of what layers need of a batch on the host."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any, **more: Any):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **more)  # type: ignore[call-arg]
@@ -92,11 +93,14 @@ class EpsBuilder:
             self.eps_runtime = self.eps_runtime or runtime_of(context.get(name))
         if self.eps_runtime is not None:
             self.eps_runtime.start(layer_names, kv_cache_spec.block_size)
+            if not any(name in self.eps_runtime.places for name in layer_names):
+                self.eps_runtime = None  # all layers are dense: nothing reads the batch on the host
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         if self.eps_runtime is not None:
-            metadata.eps_prefilling = getattr(common_attn_metadata, "is_prefilling", None)
+            exact = self.eps_runtime.vllm_config.speculative_config is None  # vLLM's lengths on the host
+            metadata.eps_host = HostArrays(common_attn_metadata, self.eps_runtime.block_tokens, exact)
         return metadata
 
     @classmethod

@@ -38,9 +38,11 @@ class Route:
         beyond the slots [M], and slots by -1. A GPU is waited for once a forward, not once a layer."""
         context, num_slots = get_forward_context(), len(slot_mapping)
         if self._written is None or self._written[0] is not context or self._written[1] != num_slots:
-            slots = on_host(slot_mapping).astype(np.int64)
+            batches = (context.attn_metadata or {}).values()  # nothing in vLLM's dummy runs
+            host = next((batch.eps_host for batch in batches if hasattr(batch, "eps_host")), None)
+            slots = (on_host(slot_mapping) if host is None else host.read(slot_mapping)).astype(np.int64)
             real = slots >= 0
-            rows = None if real.all() else torch.from_numpy(real.nonzero()[0]).to(key.device)
+            rows = None if real.all() else torch.from_numpy(real.nonzero()[0]).to(key.device, non_blocking=True)
             self._written = context, num_slots, slots[real], rows
         _, _, slots, rows = self._written
         if rows is None:
@@ -152,7 +154,7 @@ class StridedRows(Route):
         at no cost."""
         if "rest" not in forward.kept:
             lengths = metadata.seq_lens.clone()
-            lengths[torch.from_numpy(forward.decode).to(lengths.device)] = 1
+            lengths[torch.from_numpy(forward.decode).to(lengths.device, non_blocking=True)] = 1
             forward.kept["rest"] = changed(metadata, seq_lens=lengths)
         return forward.kept["rest"]
 

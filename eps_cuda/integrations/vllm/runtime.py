@@ -126,9 +126,7 @@ class Runtime(PagedRuntime):
         assert self.sparse is not None
         found: Forward | None = getattr(metadata, "eps_forward", None)
         if found is None:
-            found = Forward.of(
-                metadata, getattr(metadata, "eps_prefilling", None), self.sparse.config, self.block_tokens
-            )
+            found = Forward.of(metadata, metadata.eps_host, self.sparse.config, self.block_tokens)
             metadata.eps_forward = found
             self.counts["forwards"] += 1
             self.counts["verified_rows"] += len(found.verified)
