@@ -1,12 +1,14 @@
 """EPS inside transformers: bit-equal where nothing is left out, the oracle's attention where something is."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hf_models import DEVICES, FAMILIES, SMALL, SPARSE, Attending, Reference, feed, prompts, stock, tiny
+from hf_models import DEVICES, FAMILIES, RQ, SMALL, SPARSE, Attending, Reference, feed, prompts, stock, tiny
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from eps_core import LLM
@@ -181,3 +183,53 @@ def test_one_line_turns_it_on_for_whatever_makes_its_own_cache(demo: Any) -> Non
     assert session.decode(said.tolist()).startswith(made.answer)
     # the first token comes from the prompt's own forward
     assert sparse.stats()["steps"] == 5 and sparse.stats()["bytes_ratio"] < 0.07 and sparse.stats()["fallbacks"] == {}
+
+
+class Reads(TorchFunctionMode):
+    """Notes every way to bring a tensor's values to the host, which copies nothing on a CPU."""
+
+    WAYS = "cpu item tolist nonzero is_nonzero equal allclose __array__ __bool__ __int__ __float__ __index__"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.on_host: list[torch.Tensor] = []  # made of arrays of numpy, and not moved
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        to_cpu = func.__name__ == "to" and any(
+            one == "cpu" for one in [*args[1:], *kwargs.values()] if type(one) is str
+        )
+        moved = to_cpu and all(one is not args[0] for one in self.on_host)
+        if func.__name__ in self.WAYS.split() or moved:
+            self.seen.append(func.__name__)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("lengths", "reads"), [([330], 0), ([330, 300], 1)], ids=["single", "padded"])
+def test_a_step_reads_nothing_from_the_device_but_a_mask(
+    lengths: list[int], reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond what the model does without EPS. Statistics come in one copy for many steps. Kernels are left out: their
+    interpreter reads what they are given."""
+    model, (ids, mask) = tiny("llama"), prompts(lengths)
+    kernel = type(importlib.import_module("eps_cuda.kernels.select")._list)
+
+    def steps(cache: Any, name: str) -> list[str]:
+        with Attending(model, name), torch.no_grad(), monkeypatch.context() as patched:
+            feed(model, cache, ids, mask, 0, ids.shape[1] - 4)
+            patched.setattr(kernel, "__getitem__", lambda self, grid: lambda *args, **named: launched.append(self))
+            with Reads() as read:
+                made = torch.from_numpy
+                patched.setattr(torch, "from_numpy", lambda array: read.on_host.append(made(array)) or read.on_host[-1])
+                for at in range(ids.shape[1] - 4, ids.shape[1] - 1):
+                    feed(model, cache, ids, mask, at, at + 1)
+        return read.seen
+
+    launched: list[Any] = []
+    cache = EpsCache(model, RQ, kernels="triton")
+    usual, own = steps(stock(model), "sdpa"), steps(cache, "eps")
+    for held in (cache.sparse._steps, cache.sparse._held):
+        held.clear()  # numbers that no kernel wrote
+    assert len(own) == len(usual) + 3 * reads, (own, usual)
+    assert len(launched) >= 3 * 2 * 5, "3 steps of 2 sparse layers"
