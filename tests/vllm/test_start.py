@@ -9,7 +9,9 @@ import engines
 import pytest
 
 from eps_core.errors import ConfigError
+from eps_core.integrations.settings import Settings
 from eps_cuda.integrations import vllm as hook
+from eps_cuda.integrations.vllm import adapter
 from eps_cuda.integrations.vllm.asked import Asked, asked, fitted, refusals
 
 RQ = {"method": "rq", "budget": 0.1}
@@ -160,6 +162,17 @@ def test_a_backend_that_is_not_hooked_refuses_a_server_that_asked() -> None:
         pytest.raises(ConfigError, match="does not support vLLM's attention backend FLEX_ATTENTION"),
     ):
         backend.get_impl_cls()
+
+
+def test_on_an_amd_gpu_a_server_is_given_a_backend_that_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(adapter.os, "execv", lambda program, command: calls.append(command))
+    own = ["--attention-backend", "FLASH_ATTN"]
+    for hip, more in ((None, []), ("7.0", []), ("7.0", own)):
+        monkeypatch.setattr(adapter.torch.version, "hip", hip)
+        adapter.serve(Path("/m"), Settings.of(RQ), "127.0.0.1", 1, more)
+    asked_for = [command[command.index(own[0]) + 1] for command in calls if own[0] in command]
+    assert asked_for == ["TRITON_ATTN", "FLASH_ATTN"] and own[0] not in calls[0]
 
 
 def test_a_plugin_that_cannot_hook_ends_the_start_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

