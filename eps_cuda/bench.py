@@ -181,7 +181,7 @@ def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
     wanted, width = OPS.on(cache, chosen.common_counts.astype(np.int32)), max(int(chosen.common_counts.max()), 1)
 
     def estimates() -> Tensor:
-        return dispatch.estimates(cache, 0, q, table, lengths, depth, config.selection_config)
+        return dispatch.kernels.estimates(cache, 0, q, plan, table, lengths)
 
     def choose(estimate: Tensor = first.estimate) -> tuple[Tensor, Tensor, Tensor]:
         return dispatch.kernels.choose(config, estimate, wanted, lengths, width)
@@ -193,9 +193,9 @@ def device_parts(cache: Cache, q: Tensor, plan: StepPlan) -> dict[str, Variant]:
             q, cache.k[0], cache.v[0], table, lengths, groups, counts, group_size=config.cache_config.S
         )
 
-    def step() -> tuple[Tensor, Tensor]:
-        groups, counts, _ = choose(estimates())
-        return attend(groups, counts)
+    def step() -> tuple[Tensor, Tensor | None]:
+        best = dispatch.attend_layer(config, cache, 0, q, table, lengths, wanted, depth, width)
+        return best.out, best.lse
 
     parts: dict[str, Variant] = {"select": choose, "attend": attend}
     if covers_codes(cache):

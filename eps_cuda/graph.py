@@ -29,8 +29,7 @@ from eps_cuda.cache import Cache, span
 from eps_cuda.capture import captured
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
-from eps_cuda.kernels.attend_best import attend_best, num_runs
-from eps_cuda.kernels.select import Depth, find_thresholds, num_chunks, skipped_shares
+from eps_cuda.kernels.select import Depth
 from eps_cuda.ops import OPS
 
 BUCKET_TOKENS = 4096  # tables are padded to whole multiples, so that a graph serves this many steps
@@ -145,68 +144,42 @@ class StaticStep:
     def compute(self, model: Any, cache: Cache) -> Outputs:
         """Every layer, from the buffers."""
         at = self.buffers
-        selections: list[Selection] = []
-        batch, num_units = at.table.shape
-        spec, config = cache.spec, self.config
-        masses = None
-        if config is not None:
-            groups = num_units * config.cache_config.groups_per_unit
-            runs = num_runs(groups) if self.finite is None else num_chunks(groups)
-            masses = at.cos.new_empty((spec.num_layers, batch, spec.num_kv_heads, runs, 3))
+        selections: list[tuple[Tensor, Tensor, Tensor]] = []
+        config = self.config
+        skipped: list[Tensor] = []
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if config is None or masses is None:
+            if config is None:
                 dispatch.write(cache, layer, k, v, at.slots)
                 pools = cache.plain(layer)
                 return attend_groups(q, *pools, at.table, at.lengths, None, None, group_size=cache.cache_config.S)[0]
-            out, selection = attend_static(
-                config, cache, layer, q, k, v, at, self.depth, self.width, masses[layer], self.finite
-            )
-            if selection is not None:
-                selections.append(selection)
-            return out
+            best = attend_static(config, cache, layer, q, k, v, at, self.depth, self.width, self.finite)
+            skipped.append(best.skipped)
+            if self.finite is not None:
+                selections.append(best.listed())
+            return best.out
 
         x = run_layers(model, model.embedded(at.tokens), [(at.cos, at.sin)], attention)
         selected = None
         if self.finite is not None:
-            listed = zip(*((one.groups, one.counts, one.selected_mask) for one in selections), strict=True)
-            groups, counts, selected_mask = (torch.stack(part) for part in listed)
+            groups, counts, selected_mask = (torch.stack(part) for part in zip(*selections, strict=True))
             selected = groups, counts, selected_mask.bool()
         finite = torch.stack(cache.finite).all().float()
-        results = [finite, model.logits(x), *([] if masses is None else [skipped_shares(masses)])]
-        return Outputs(torch.cat([one.reshape(-1) for one in results]), selected)
+        return Outputs(torch.cat([one.reshape(-1) for one in (finite, model.logits(x), *skipped)]), selected)
 
 
 def attend_static(
     config: EpsConfig, cache: Cache, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Any, depth: Depth, width: int,
-    masses: Tensor, tentative_finite: Tensor | None = None,
-) -> tuple[Tensor, Selection | None]:  # fmt: skip
-    """Return (out [B, Hq, D], what was selected) of one layer's sparse attention: write, score, select and attend, from
-    device arrays alone, those of `at` (`StaticStep.buffers`). Fills `masses`, of runs (`attend_best`). What was
-    selected is listed for a draft alone, which has `tentative_finite` (see `dispatch.write`), and `masses` of chunks
-    (`select_topk`)."""
-    selection_config, q = config.selection_config, q.contiguous()
-    with span("eps.prepass", cache):
-        query, counters = dispatch.prepare(
-            cache, layer, q, k, v, at.slots, at.table, depth, selection_config, tentative_finite
-        )
-        estimate = dispatch.estimates_of(cache, layer, query, at.table, at.lengths, depth)
-        if tentative_finite is None:
-            selectable = (
-                config.cache_config.S, selection_config.num_sink_tokens, selection_config.num_recent_tokens,
-                selection_config.min_context,
-            )  # fmt: skip
-            found = find_thresholds(estimate, at.lengths, at.wanted, width, selectable, counters)
-        else:
-            groups, counts, selected_mask = dispatch.kernels.choose(
-                config, estimate, at.wanted, at.lengths, width, masses=masses, counters=counters
-            )
-    with span("eps.attention", cache):
-        pools = cache.plain(layer)
-        if tentative_finite is None:
-            return attend_best(q, *pools, at.table, at.lengths, estimate, found, masses), None
-        out, _ = attend_groups(q, *pools, at.table, at.lengths, groups, counts, group_size=config.cache_config.S)
-    return out, Selection(groups, counts, None, np.zeros(0, np.int64), selected_mask=selected_mask)
+    tentative_finite: Tensor | None = None,
+) -> dispatch.Best:  # fmt: skip
+    """One layer's sparse attention: write (see `dispatch.write`), score, choose and attend, from device arrays alone,
+    those of `at` (`StaticStep.buffers`)."""
+    q = q.contiguous()
+    query, counters = dispatch.prepare(
+        cache, layer, q, k, v, at.slots, at.table, depth, config.selection_config, tentative_finite
+    )
+    read = at.table, at.lengths, at.wanted, depth, width
+    return dispatch.attend_best_of(config, cache, layer, q, query, counters, *read, with_lse=False)
 
 
 def _static(model: Any, cache: Cache, plan: StepPlan, sparse: bool, draft: bool = False) -> StaticStep:

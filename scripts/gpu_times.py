@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import eps_cuda
-from eps_core.attention.protocol import Selection
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.kernel_check import disagreement as disagreement_of_kernels
@@ -41,8 +40,8 @@ from eps_cuda.cache import Cache
 from eps_cuda.device import DTYPES
 from eps_cuda.graph import BUCKET_TOKENS, attend_static
 from eps_cuda.kernels.attend import attend_groups
-from eps_cuda.kernels.attend_best import num_runs
-from eps_cuda.kernels.select import Depth, num_chunks
+from eps_cuda.kernels.dispatch import Best
+from eps_cuda.kernels.select import Depth
 from eps_cuda.ops import OPS
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -91,9 +90,8 @@ def layers_of(context: int, batch: int, config: EpsConfig, device: str) -> tuple
     return cache, StepPlan.of(config, table, np.full(batch, context - SHORTER)), q.to(dtype)
 
 
-def sparse(cache: Cache, plan: StepPlan, q: Tensor, as_draft: bool = False) -> Callable[[], list[Any]]:
-    """All layers of a captured step, as `graph.StaticStep` calls them: writes and attention, without projections; or of
-    a draft, which lists what it selects."""
+def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Best]]:
+    """All layers of a captured step, as `graph.StaticStep` calls them: writes and attention, without projections."""
     config = plan.config
     batch, most = plan.table.shape[0], plan.table.shape[1] * config.cache_config.unit_tokens
 
@@ -110,17 +108,14 @@ def sparse(cache: Cache, plan: StepPlan, q: Tensor, as_draft: bool = False) -> C
     last = plan.table[:, (plan.lengths[0] - 1) // unit].astype(np.int64)
     slots = upload(last * unit + (plan.lengths - 1) % unit)
     spec = cache.spec
-    num_masses = (num_chunks if as_draft else num_runs)(most // config.cache_config.S)
-    masses = q.new_empty((spec.num_layers, batch, KV_HEADS, num_masses, 3)).float()
     at = SimpleNamespace(slots=slots, table=table, lengths=lengths, wanted=wanted)
-    finite = torch.ones((), dtype=torch.bool, device=q.device) if as_draft else None
     k, v = (q.new_zeros((batch, KV_HEADS, HEAD_DIM)) for _ in range(2))
 
-    def run() -> list[Any]:
+    def run() -> list[Best]:
         results = []
         for layer in range(spec.num_layers):
             width = config.budget_groups(most)
-            results.append(attend_static(config, cache, layer, q, k, v, at, depth, width, masses[layer], finite))
+            results.append(attend_static(config, cache, layer, q, k, v, at, depth, width))
         return results
 
     return run
@@ -173,19 +168,20 @@ def kernels_of(run: Callable[[], Any], layers: int, repeats: int = 5) -> dict[st
     }
 
 
-def disagreement(cache: Cache, plan: StepPlan, q: Tensor, out: Tensor, selection: Selection) -> float:
-    """The largest difference between a step's output of the last sequence and float64 attention over what was
+def disagreement(cache: Cache, plan: StepPlan, q: Tensor, best: Best) -> float:
+    """The largest difference between a step's output of the last sequence and float64 attention over what it
     selected, of the largest number."""
+    groups, counts, _ = best.listed()
     b, unit, worst, largest = len(plan.lengths) - 1, plan.config.cache_config.unit_tokens, 0.0, 0.0
     k, v = cache.plain(0)
     table = OPS.index(q, plan.table[b])
     for h in range(KV_HEADS):
-        tokens = selection.groups[b, h, : int(selection.counts[b, h])].long()
+        tokens = groups[b, h, : int(counts[b, h])].long()
         assert int((tokens[1:] <= tokens[:-1]).sum()) == 0, "a list is not ascending"
         keys, values = (pool[table[tokens // unit], h, tokens % unit].double() for pool in (k, v))
         heads = q[b].view(KV_HEADS, -1, HEAD_DIM)[h].double()
         want = torch.softmax(heads @ keys.T / math.sqrt(HEAD_DIM), -1) @ values
-        got = out[b].view(KV_HEADS, -1, HEAD_DIM)[h].double()
+        got = best.out[b].view(KV_HEADS, -1, HEAD_DIM)[h].double()
         worst, largest = max(worst, float((got - want).abs().max())), max(largest, float(want.abs().max()))
     return worst / largest
 
@@ -207,8 +203,7 @@ def measure(context: int, batch: int, config: EpsConfig, roof: float, device: st
     """One cell; without a GPU its sparse output is checked, and nothing timed."""
     cache, plan, q = layers_of(context, batch, config, device)
     layers, run = cache.spec.num_layers, sparse(cache, plan, q)
-    selection = sparse(cache, plan, q, as_draft=True)()[0][1]
-    wrong = disagreement(cache, plan, q, run()[0][0], selection)
+    wrong = disagreement(cache, plan, q, run()[0])
     require(wrong < TOLERANCE, f"{context} x {batch}: the sparse output is wrong by {wrong:.3f}")
     kv_bytes = plan.dense_kv_bytes(cache.spec)
     read_bytes = plan.kv_bytes(cache.spec, int(plan.budget(plan.num_always_selected).sum()) * KV_HEADS)

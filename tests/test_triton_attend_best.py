@@ -10,6 +10,8 @@ from test_triton_attend import DTYPES, check_compiled, pools
 from triton_aot import Job, job
 from triton_interpreter import DEVICE
 
+import eps_cuda
+from eps_core.attention.protocol import Scores, Selection
 from eps_cuda.kernels import attend as attend_module
 from eps_cuda.kernels import attend_best as best
 from eps_cuda.kernels import select
@@ -44,22 +46,27 @@ def scene(lengths=(701, 400), kv_heads=2, size=2, kind="gauss", share=0.1, first
 
 def check(settings: dict) -> None:
     (q, k, v, table, lengths, estimate, wanted), selectable = scene(**settings)
-    width, (batch, kv_heads, groups) = max(int(wanted.max()), 1), estimate.shape
+    width = max(int(wanted.max()), 1)
     names = "group_size", "num_sink_tokens", "num_recent_tokens", "min_context"
-    masses = q.new_full((batch, kv_heads, select.num_chunks(groups), 3), np.nan)
-    listed, counts, _ = select.select_topk(
-        estimate, wanted, lengths, **dict(zip(names, selectable, strict=True)), width=width, masses=masses
+    listed, counts, mask = select.select_topk(
+        estimate, wanted, lengths, **dict(zip(names, selectable, strict=True)), width=width
     )
-    want, _ = attend_module.attend_groups(q, k, v, table, lengths, listed, counts, group_size=selectable[0])
+    want = attend_module.attend_groups(q, k, v, table, lengths, listed, counts, group_size=selectable[0])
     found = select.find_thresholds(estimate, lengths, wanted, width, selectable)
-    own = q.new_full((batch, kv_heads, best.num_runs(groups), 3), np.nan)
-    got = best.attend_best(q, k, v, table, lengths, estimate, found, own)
-    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
-    torch.testing.assert_close(select.skipped_shares(own), select.skipped_shares(masses), rtol=0, atol=1e-5)
+    out, lse, skipped = best.attend_best(q, k, v, table, lengths, estimate, found, with_lse=True)
+    for got, right in zip((out, lse), want, strict=True):
+        torch.testing.assert_close(got, right, rtol=0, atol=2e-5)
+    one, _, other = best.attend_best(q, k, v, table, lengths, estimate, select.find_thresholds(
+        estimate, lengths, wanted, width, selectable))  # fmt: skip
+    assert torch.equal(one, out) and torch.equal(other, skipped)
+    scores = Scores(estimate, None, None, np.zeros(len(lengths), np.int64))
+    selection = Selection(listed, counts, wanted.cpu().numpy(), wanted.cpu().numpy(), selected_mask=mask.bool())
+    torch.testing.assert_close(skipped, eps_cuda.skipped_mass(scores, selection), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", TOPK)
 def test_attends_to_what_would_be_listed(name, monkeypatch) -> None:
+    monkeypatch.setattr(best, "MERGED_RUNS", 4)
     for size, value in {"CHUNK": 128, "SAMPLE": 32, "BINS": 16, "CANDIDATES": 32}.items():
         monkeypatch.setattr(select, size, value)
     monkeypatch.setattr(best, "CANDIDATES", 32)
@@ -84,7 +91,7 @@ def best_job(vendor: str, dtype: str, head_dim: int, repeat: int, size: int, q_d
         "HKV": 8, "R": repeat, "D": head_dim, "U": max(64, size), "S": size,
         "WIDE_Q": dtype != "fp32" and dtype != q_dtype, **attend_module.padding(repeat, head_dim),
         "BLOCK_N": chosen.block_tokens, "RUN": best.RUN_GROUPS, "CANDIDATES": best.CANDIDATES, "SINK_RECENT": True,
-        "R_POWER": repeat, "BLOCK_S": max(best.MERGED // (repeat * head_dim), 1),
+        "R_POWER": repeat, "BLOCK_S": max(best.MERGED // (repeat * head_dim), 1), "RUNS": best.MERGED_RUNS,
         **{name: getattr(select, name) for name in ("BINS", "COUNTERS", "STATE", "SCALES")},
     }  # fmt: skip
     types = held["types"] | {"q": f"*{q_dtype}", "out": f"*{q_dtype}"}

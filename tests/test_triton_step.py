@@ -14,17 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verified_runs import Model, same
 
 import eps_cuda
+from eps_core.attention.layer import collect, sparse_attention
 from eps_core.backend.summaries.table import build_summary
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
 from eps_core.kv_cache.pool import PagePool
+from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda import graph
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels.attend import attend_groups
-from eps_cuda.kernels.attend_best import num_runs
 from eps_cuda.ops import OPS
 
 DEVICE = triton_interpreter.DEVICE
@@ -213,6 +214,13 @@ def filled_step(model, config=CONFIG):
     return lambda: step.compute(decoder.model, cache), step, cache
 
 
+def stand_in(monkeypatch) -> Counter:
+    """Counts launches of kernels, which do nothing from now on."""
+    launched, kernel = Counter(), type(select_kernels._list)
+    monkeypatch.setattr(kernel, "__getitem__", lambda self, grid: lambda *args, **named: launched.update([self.fn]))
+    return launched
+
+
 @pytest.mark.parametrize(
     ("settings", "launches", "of_torch"),
     [({"cascade": (), "rescore": 1.0}, 5, []), ({}, 13, ["zero_"]), ({"method": "off"}, 3, ["to"])],
@@ -225,14 +233,12 @@ def test_a_layer_takes_so_many_launches(model, monkeypatch, settings, launches, 
     sparse = config.cache_config.enabled
     _, cache, decoder = decode(model, "triton", config, steps=2)
     (step,) = cache.steps.values()
-    launched, kernel = Counter(), type(select_kernels._list)
-    monkeypatch.setattr(kernel, "__getitem__", lambda self, grid: lambda *args, **named: launched.update([self.fn]))
+    launched = stand_in(monkeypatch)
     q = torch.ones((2, 2 * cache.spec.num_kv_heads, cache.spec.head_dim), device=DEVICE)
     k = q[:, : cache.spec.num_kv_heads].contiguous()
     with Recording() as seen, torch.no_grad():
         if sparse:
-            masses = q.new_empty((2, cache.spec.num_kv_heads, num_runs(step.buffers.table.shape[1] * 64), 3))
-            graph.attend_static(config, cache, 0, q, k, k, step.buffers, step.depth, step.width, masses)
+            graph.attend_static(config, cache, 0, q, k, k, step.buffers, step.depth, step.width)
         else:
             dispatch.write(cache, 0, k, k, step.buffers.slots)
             attend_groups(q, *cache.plain(0), step.buffers.table, step.buffers.lengths, None, None, group_size=1)
@@ -242,6 +248,33 @@ def test_a_layer_takes_so_many_launches(model, monkeypatch, settings, launches, 
     assert sorted(computed - set(allocate_or_view.split())) == of_torch
     step.compute(decoder.model, cache)
     assert launched.total() == launches * (1 + cache.spec.num_layers)
+
+
+@pytest.mark.parametrize(("name", "launches"), [("query heads summed", 13), ("at once", 5)])
+def test_a_layer_alone_is_its_parts(model, monkeypatch, name, launches) -> None:
+    """As engines call it: what it attends to is what the parts select, and listed where that shall last."""
+    config = CONFIGS["query heads summed"].replace(**({} if launches == 13 else {"cascade": (), "rescore": 1.0}))
+    _, cache, decoder = decode(model, "triton", config, steps=2)
+    (step,) = cache.steps.values()
+    plan = StepPlan.of(config, step.places["table"].copy(), step.places["lengths"].astype(np.int64))
+    q = torch.randn((2, decoder.spec.num_heads, cache.spec.head_dim), device=DEVICE)
+    out, read = sparse_attention(eps_cuda, cache, 0, q, plan)
+    scores = eps_cuda.score(cache, 0, q, plan)
+    selection = eps_cuda.select(scores, plan)
+    for field in ("groups", "counts", "selected_mask"):
+        assert torch.equal(getattr(read.selection, field), getattr(selection, field)), field
+    for field in ("common_counts", "always_selected"):
+        np.testing.assert_array_equal(getattr(read.selection, field), getattr(selection, field))
+    for got, want in zip((out, read.lse), eps_cuda.attend(cache, 0, q, plan, selection), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    (stats,), _ = collect(eps_cuda, cache, [read])
+    np.testing.assert_allclose(stats.skipped_mass, eps_cuda.skipped_mass(scores, selection), atol=1e-5)
+    assert stats.kv_bytes_read == plan.kv_bytes(cache.spec, int(selection.counts.sum()))
+    # a clock wants to know when each part began, which the whole does not say
+    assert sparse_attention(eps_cuda, cache, 0, q, plan, clock=lambda *known: 0.0)[1].stats.prepass_ms == 0
+    launched = stand_in(monkeypatch)
+    sparse_attention(eps_cuda, cache, 0, q, plan, passing=True)
+    assert launched.total() == launches
 
 
 @pytest.mark.parametrize("name", ["units", "query heads summed"])

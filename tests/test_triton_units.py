@@ -103,7 +103,7 @@ JOBS = {
     "queries": job(
         units._round_queries,
         {"R": 4, "HEAD_DIM": 128, "DIM2": 128, "LOG_DIM": 7, "STEPS": QUERY_STEPS, "SPREAD": ANCHOR_SPREAD,
-         "PLANES": bits.PLANES},
+         "PLANES": bits.PLANES, "COUNTERS": 133, "COUNTERS_PADDED": 256},
         {"q": "*bf16", "k_pool": "*bf16"}, num_warps=1, enable_fp_fusion=False,
     ),
     **{

@@ -23,8 +23,8 @@ TARGETS = (("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64))
 ARGUMENTS = {
     "*i32": "table lengths slots starts counts listed_groups through named planes wanted out_groups out_counts "
     "own_groups counters state candidate_groups chunk_counts",
-    "*fp32": "estimate lse part_out part_lse part_selected scales candidates masses signs steps inverses head_sums "
-    "bases left anchors sums",
+    "*fp32": "estimate lse skipped part_out part_lse part_selected scales candidates masses signs steps inverses "
+    "head_sums bases left anchors sums",
     "*u8": "valid selected_mask finite codes more rest second second_scale unit_mean",
     "*fp16": "k_scale v_scale mean_scale unit_mean_scale integers halves",
     "fp32": "inverse_root",

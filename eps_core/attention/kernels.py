@@ -25,10 +25,12 @@ logger = logging.getLogger("eps")
 class Kernel:
     """A kernel in the place of the array function of the same name, with the same arguments and results.
 
-    `unsupported` takes these arguments and returns in a few words what the kernel does not support, or None."""
+    `unsupported` takes these arguments and returns in a few words what the kernel does not support, or None. A `timed`
+    `attend_fused` says when its parts began."""
 
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = lambda *arguments, **named: None
+    timed: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the kernel's result, or None where it does not support the arguments."""

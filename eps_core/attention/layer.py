@@ -63,7 +63,7 @@ def sparse_attention(
             out, lse = backend.attend(cache, layer, q, plan, None) if dense is None else (dense(), None)
         if cache_config.has_bounds:
             stats.skipped_mass_bound = stats.output_error_bound = np.zeros((batch, kv_heads))
-    elif (at_once := fused_sparse_attention(backend, cache, layer, q, plan)) is not None:
+    elif (at_once := _fused(backend, cache, layer, q, plan, clock is not None)) is not None:
         at_once = at_once if passing else at_once.lasting()
         out, lse, selection = at_once.out, at_once.lse, at_once.selection
         pending["counts"], pending["skipped_mass"] = selection.counts, at_once.skipped
@@ -95,7 +95,7 @@ def sparse_attention(
     read.lse = lse
     if clock is not None and started is not None and selected is not None:
         attended = clock(cache, out, *pending.values())
-        if at_once is not None:
+        if at_once is not None and at_once.stamps is not None:
             began, chosen, ended = at_once.stamps.tolist()
             selected = started + (chosen - began) / max(ended - began, 1) * (attended - started)
         stats.prepass_ms, stats.attention_ms = 1000 * (selected - started), 1000 * (attended - selected)
@@ -107,10 +107,10 @@ def sparse_attention(
     return out, read
 
 
-def fused_sparse_attention(backend: Backend, cache: Any, layer: int, q: Array, plan: StepPlan) -> FusedRead | None:
+def _fused(backend: Backend, cache: Any, layer: int, q: Array, plan: StepPlan, timed: bool) -> FusedRead | None:
     """The layer by one kernel that does what the parts do; None where there is none."""
-    kernel = backend.kernel_of(cache, "attend_fused")
-    found: FusedRead | None = None if kernel is None else kernel(cache, layer, q, plan)
+    kernel: Any = backend.kernel_of(cache, "attend_fused")
+    found: FusedRead | None = None if kernel is None or timed > kernel.timed else kernel(cache, layer, q, plan)
     return found
 
 

@@ -76,17 +76,18 @@ class FusedRead:
     """A sparse layer computed at once: what the parts give one by one.
 
     `out` [B, Hq, D] in q's dtype and `lse` [B, Hq] float32; `skipped` [B, Hkv] float32: the estimated share of the
-    softmax left unread; `stamps` [3] int64, on the host: when scoring began, attention began, and all ended, in ns.
+    softmax left unread; `stamps` [3] int64, on the host: when scoring began, attention began, and all ended, in ns, or
+    None where the kernel is not `timed`. `selection` may lack lists until `lasting`.
     """
 
     out: Array
     lse: Array
     selection: Selection
     skipped: Array
-    stamps: np.ndarray
+    stamps: np.ndarray | None
 
     def lasting(self) -> "FusedRead":
-        """Return the same in arrays that no later layer fills again, as this read's are."""
+        """Return the same with lists, in arrays that no later layer fills again, as this read's are."""
         return self
 
 

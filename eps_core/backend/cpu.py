@@ -140,7 +140,7 @@ class CpuKernels:
             attend=Kernel(self.attend, unread_codes),
             attend_rows=Kernel(self.attend_rows, unread_codes),
             skipped_mass=Kernel(self.skipped_mass, _unsupported_sum),
-            attend_fused=Kernel(self.attend_fused, unsupported_layer),
+            attend_fused=Kernel(self.attend_fused, unsupported_layer, timed=True),
             attend_prefill=Kernel(self.attend_prefill, unread_codes),
             settle=settle,
         )

@@ -59,15 +59,15 @@ class GpuKernels:
         return Selection(groups, counts, common_counts, always_selected, selected_mask=self.ops.boolean(selected_mask))
 
     def choose(
-        self, config: EpsConfig, estimate: Array, wanted: Array, lengths: Array, width: int, **more: Any
+        self, config: EpsConfig, estimate: Array, wanted: Array, lengths: Array, width: int
     ) -> tuple[Array, Array, Array]:
         """Return groups [B, Hkv, width] int32, counts [B, Hkv] int32 and the mask [B, Hkv, G] uint8 of the `wanted` [B]
-        int32 best groups of estimate [B, Hkv, G], from device arrays alone. `more`: arguments of a family's kernel."""
+        int32 best groups of estimate [B, Hkv, G], from device arrays alone."""
         selection_config = config.selection_config
         return type(self).select_topk(
             estimate, wanted, lengths, group_size=config.cache_config.S,
             num_sink_tokens=selection_config.num_sink_tokens, num_recent_tokens=selection_config.num_recent_tokens,
-            min_context=selection_config.min_context, width=width, **more,
+            min_context=selection_config.min_context, width=width,
         )  # fmt: skip
 
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
@@ -89,14 +89,15 @@ class GpuKernels:
                 )
             )  # fmt: skip
 
-    def table(self, write_kv: Kernel | None = None) -> KernelTable:
+    def table(self, write_kv: Kernel | None = None, attend_fused: Kernel | None = None) -> KernelTable:
         return KernelTable(
             self.family,
             write_kv=write_kv,
-            score=Kernel(self.score, _unsupported_scoring),
+            score=Kernel(self.score, unsupported_scoring),
             select=Kernel(self.select, unsupported_choice),
             attend=Kernel(self.attend, unread_codes),
             attend_rows=Kernel(self.attend_rows, unread_codes),
+            attend_fused=attend_fused,
             listing=type(self).compact,
         )
 
@@ -106,7 +107,7 @@ def covers_codes(cache: Any) -> bool:
     return bool(cache.cache_config.method_spec.coded and not cache.cache_config.rq_bounds)
 
 
-def _unsupported_scoring(cache: Any, layer: int, q: Array, plan: StepPlan) -> str | None:
+def unsupported_scoring(cache: Any, layer: int, q: Array, plan: StepPlan) -> str | None:
     if covers_codes(cache):
         return None
     return "rq with bounds of its own" if cache.cache_config.rq_bounds else f"method {cache.cache_config.method}"

@@ -16,28 +16,43 @@ from torch import Tensor
 from eps_cuda.kernels.arguments import check_layout, check_shapes, pool_constants
 from eps_cuda.kernels.attend import HALVES, attend_tokens, padding, plan, processors, store_part
 from eps_cuda.kernels.overlap import release, wait
-from eps_cuda.kernels.select import CANDIDATES, SIZES, Thresholds, _is_last, _values, store_masses
+from eps_cuda.kernels.select import CANDIDATES, SIZES, Thresholds, _is_last, _values
 
 # Change speed only
 RUN_GROUPS = 1024  # that are looked at at a time
 PROGRAMS = 8  # of a multiprocessor
 MOST_SPLITS = 64  # of a row: one program merges them
-MERGED = 8192  # numbers that it takes at a time
+MERGED = 8192  # numbers of parts that it takes at a time
+MERGED_RUNS = 128  # runs whose masses it takes at a time
+
+
+@triton.jit
+def store_masses(masses, estimate_row, g, groups, taken):
+    """The largest finite estimate of groups g [N], and the sums of the exponentials of all less that, and of those
+    that are not taken."""
+    finite = tl.load(estimate_row + g, mask=g < groups, other=-float("inf"))
+    finite = tl.where(tl.abs(finite) < float("inf"), finite, -float("inf"))
+    most = tl.maximum(tl.max(finite, axis=0), -3.0e38)
+    mass = tl.exp(finite - most)
+    tl.store(masses, most)
+    tl.store(masses + 1, tl.sum(mass, axis=0))
+    tl.store(masses + 2, tl.sum(tl.where(taken, 0.0, mass), axis=0))
 
 
 @triton.jit(do_not_specialize=["runs_each", "table_width", *SIZES[:4]])
 def attend_best_kernel(
     q, k, v, table, lengths, estimate, counters, state, scales, candidates, candidate_groups, own_groups, masses,
-    part_out, part_lse, out, scale, groups, runs_each, table_width, num_sink_tokens, num_recent_tokens, min_context,
+    part_out, part_lse, out, lse, skipped, scale, groups, runs_each, table_width, num_sink_tokens, num_recent_tokens,
+    min_context,
     HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, WIDE_Q: tl.constexpr,
     R_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
     VALUES: tl.constexpr, RUN: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr,
     SCALES: tl.constexpr, SINK_RECENT: tl.constexpr, CANDIDATES: tl.constexpr, R_POWER: tl.constexpr,
-    BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr = False,
+    BLOCK_S: tl.constexpr, RUNS: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Program (b * HKV + h, split): `runs_each` runs of a row. Stores `masses` [B, Hkv, runs, 3], and out [B, Hq, D] of
-    the last program of a row; `own_groups` [B, Hkv, splits, runs_each * RUN] is its own."""
+    """Program (b * HKV + h, split): `runs_each` runs of a row, whose groups it notes in its part of `own_groups`
+    [B, Hkv, splits, runs_each * RUN] and whose masses in [B, Hkv, runs, 3]. The last of a row makes its results."""
     wait(OVERLAP)
     pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = pair // HKV, pair % HKV
@@ -93,21 +108,40 @@ def attend_best_kernel(
             s = start + tl.arange(0, BLOCK_S)
             place = (pair.to(tl.int64) * R + r)[:, None] * num_splits + s[None, :]
             inside = (r < R)[:, None] & (s < num_splits)[None, :]
-            lse = tl.load(part_lse + place, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            logs = tl.load(part_lse + place, mask=inside, other=float("-inf"), cache_modifier=".cg")
             part = tl.load(
                 part_out + place[:, :, None] * D + d[None, None, :], mask=inside[:, :, None] & (d < D)[None, None, :],
                 other=0.0, cache_modifier=".cg",
             )  # fmt: skip
-            new = tl.maximum(most, tl.max(lse, axis=1))
-            shrink, weight = tl.exp(most - new), tl.exp(lse - new[:, None])
+            new = tl.maximum(most, tl.max(logs, axis=1))
+            shrink, weight = tl.exp(most - new), tl.exp(logs - new[:, None])
             mass = mass * shrink + tl.sum(weight, axis=1)
             # the part of a program without tokens may be anything
             weighted = tl.where(weight[:, :, None] > 0, weight[:, :, None] * part, 0.0)
             merged = merged * shrink[:, None] + tl.sum(weighted, axis=1)
             most = new
         merged = merged / tl.where(mass == 0, 1.0, mass)[:, None]
-        at = (pair.to(tl.int64) * R + r)[:, None] * D + d[None, :]
-        tl.store(out + at, merged.to(out.dtype.element_ty), mask=(r < R)[:, None] & (d < D)[None, :])
+        head = pair.to(tl.int64) * R + r
+        tl.store(
+            out + head[:, None] * D + d[None, :], merged.to(out.dtype.element_ty),
+            mask=(r < R)[:, None] & (d < D)[None, :],
+        )  # fmt: skip
+        if lse is not None:
+            tl.store(lse + head, tl.where(mass == 0, float("-inf"), most + tl.log(mass)), mask=r < R)
+        # of all runs, the masses less the largest
+        largest_mass, all_of_it, unread = -3.0e38, 0.0, 0.0
+        for start in range(0, runs, RUNS):
+            run = start + tl.arange(0, RUNS)
+            of_run, known = masses + (pair * runs + run) * 3, run < runs
+            largest_each = tl.load(of_run, mask=known, other=-3.0e38, cache_modifier=".cg")
+            new_mass = tl.maximum(largest_mass, tl.max(largest_each, axis=0))
+            share, shrunk = tl.exp(largest_each - new_mass), tl.exp(largest_mass - new_mass)
+            whole = tl.load(of_run + 1, mask=known, other=0.0, cache_modifier=".cg")
+            rest = tl.load(of_run + 2, mask=known, other=0.0, cache_modifier=".cg")
+            all_of_it = all_of_it * shrunk + tl.sum(share * whole, axis=0)
+            unread = unread * shrunk + tl.sum(share * rest, axis=0)
+            largest_mass = new_mass
+        tl.store(skipped + pair, unread / tl.maximum(all_of_it, 1e-30))
 
 
 def num_runs(groups: int) -> int:
@@ -117,36 +151,38 @@ def num_runs(groups: int) -> int:
 
 def attend_best(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, estimate: Tensor, found: Thresholds,
-    masses: Tensor,
-) -> Tensor:  # fmt: skip
-    """out [B, Hq, D] in q's dtype of q [B, Hq, D], unscaled, over the groups of estimate [B, Hkv, G] that `found`
-    takes, 0 where there are none; K and V [P, Hkv, U, D] as they are, table [B, M] int32, lengths [B] int32. Fills
-    masses [B, Hkv, num_runs(G), 3] float32 (`select.skipped_shares`)."""
-    check_layout(table=table, lengths=lengths, estimate=estimate, masses=masses)
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32 or None, skipped [B, Hkv] float32) of q [B, Hq, D], unscaled,
+    over the groups of estimate [B, Hkv, G] that `found` takes: attention (0 and -inf where there are none), the natural
+    log of the softmax mass read, and `selection.skipped_mass`. K and V [P, Hkv, U, D] as they are, table [B, M] and
+    lengths [B] int32."""
+    check_layout(table=table, lengths=lengths, estimate=estimate)
     batch, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
     size, groups, rows = found.constants["S"], estimate.shape[2], batch * kv_heads
     check_shapes(q, k_pool, v_pool, size)
-    assert masses.shape == (batch, kv_heads, num_runs(groups), 3)
     runs_each, num_splits = _split(rows, groups, processors(q.device))
     repeat = num_heads // kv_heads
     launch = plan(rows, groups * size, head_dim, k_pool.dtype, processors(q.device), num_splits)
     own_groups = torch.empty((rows, num_splits * runs_each * RUN_GROUPS), dtype=torch.int32, device=q.device)
     part_out = torch.empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-    part_lse, out = part_out.new_empty(part_out.shape[:3]), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    part_lse, masses = part_out.new_empty(part_out.shape[:3]), part_out.new_empty((rows, num_runs(groups), 3))
+    out, skipped = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_out.new_empty((batch, kv_heads))
+    lse = part_out.new_empty((batch, num_heads)) if with_lse else None
     padded = padding(repeat, head_dim)
     heads = triton.next_power_of_2(repeat)
     constants: dict[str, Any] = found.constants | padded | pool_constants(k_pool, v_pool)
     attend_best_kernel[(rows, num_splits)](
         q.contiguous(), k_pool, v_pool, table, lengths, estimate, found.counters, found.state, found.scales,
-        found.candidates, found.candidate_groups, own_groups, masses, part_out, part_lse, out,
+        found.candidates, found.candidate_groups, own_groups, masses, part_out, part_lse, out, lse, skipped,
         math.log2(math.e) / math.sqrt(head_dim), groups, runs_each, table.shape[1], *found.selectable,
         HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype,
         BLOCK_N=launch.block_tokens, RUN=RUN_GROUPS, CANDIDATES=CANDIDATES, R_POWER=heads,
-        BLOCK_S=max(MERGED // (heads * padded["D_PAD"]), 1), num_warps=launch.num_warps,
+        BLOCK_S=max(MERGED // (heads * padded["D_PAD"]), 1), RUNS=MERGED_RUNS, num_warps=launch.num_warps,
         num_stages=launch.num_stages, **constants,
     )  # fmt: skip
-    return out
+    return out, lse, skipped
 
 
 def _split(rows: int, groups: int, num_processors: int) -> tuple[int, int]:

@@ -1,26 +1,29 @@
 """The functions of the backend through Triton kernels (see `eps_core.backend.gpu`), and what graphs of whole steps
 call with arrays of the device alone. One kernel writes a decode step's tokens where `unsupported_writing` is None."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.attention.kernels import Kernel
+from eps_core.attention.kernels import Kernel, unsupported_choice
+from eps_core.attention.protocol import FusedRead, Selection
 from eps_core.backend import scoring
-from eps_core.backend.gpu import GpuKernels
+from eps_core.backend.gpu import GpuKernels, unsupported_scoring
+from eps_core.config.eps import EpsConfig
 from eps_core.config.selection import SelectionConfig
 from eps_core.kv_cache.groups import WritePlan, plan_alike
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.summaries.rq import part_dims
-from eps_cuda.cache import Cache
+from eps_cuda.cache import Cache, span
 from eps_cuda.kernels import attend as attend_kernels
 from eps_cuda.kernels import rows as rows_kernels
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels import write as write_kernels
+from eps_cuda.kernels.attend_best import attend_best
 from eps_cuda.kernels.prepare import prepare as launch_prepare
 from eps_cuda.kernels.select import Depth
 from eps_cuda.kernels.write import UnitPools, write_tokens
@@ -35,7 +38,54 @@ class TritonKernels(GpuKernels):
     compact = select_kernels.compact
 
     def estimates(self, cache: Cache, layer: int, q: Tensor, plan: StepPlan, table: Tensor, lengths: Tensor) -> Tensor:
-        return estimates(cache, layer, q, table, lengths, depth_of(cache, plan), plan.config.selection_config)
+        q, depth, selection_config = q.contiguous(), depth_of(cache, plan), plan.config.selection_config
+        query = unit_kernels.round_queries(q, **rounding(cache, layer, q, table, depth, selection_config))
+        if selection_config.combine == "sum" and query.anchors is None:  # K in codes, which that kernel does not read
+            query = replace(query, anchors=scoring.anchors(OPS, cache, layer, q, table[:, 0], selection_config))
+        return estimates_of(cache, layer, query, table, lengths, depth)
+
+    def attend_fused(self, cache: Cache, layer: int, q: Tensor, plan: StepPlan) -> FusedRead:
+        """A layer whose K and V are written, in five launches. What it selects is listed where it shall last."""
+        always_selected = plan.num_always_selected + np.asarray(plan.num_missing(cache.state[layer]), np.int64)
+        counts = plan.budget(always_selected)
+        with self.ops.place(cache):
+            table, lengths = self.on_device(cache, plan)
+            # layers without a summary of the same groups share it
+            wanted = plan.once(
+                ("wanted", cache.device, counts.tobytes()), lambda: OPS.on(cache, counts.astype(np.int32))
+            )
+            read = table, lengths, wanted, depth_of(cache, plan), max(int(counts.max()), 1)
+            best = attend_layer(plan.config, cache, layer, q, *read)
+        selection = Selection(None, wanted[:, None].expand(best.skipped.shape), counts, always_selected)
+        return _Read(best.out, best.lse, selection, best.skipped, None, best)
+
+
+@dataclass(frozen=True)
+class Best:
+    """Attention over a layer's best groups, and by what they were found."""
+
+    out: Tensor  # [B, Hq, D] in q's dtype
+    lse: Tensor | None  # [B, Hq] float32
+    skipped: Tensor  # [B, Hkv] float32: the estimated share of the softmax left unread
+    estimate: Tensor
+    lengths: Tensor
+    found: select_kernels.Thresholds
+    width: int
+
+    def listed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return groups [B, Hkv, width], counts [B, Hkv] and the mask [B, Hkv, G] uint8 of what was selected."""
+        mask = torch.empty(self.estimate.shape, dtype=torch.uint8, device=self.estimate.device)
+        return *select_kernels.listed(self.estimate, self.lengths, self.found, self.width, mask), mask
+
+
+@dataclass(frozen=True)
+class _Read(FusedRead):
+    best: Best
+
+    def lasting(self) -> FusedRead:
+        groups, counts, mask = self.best.listed()
+        selection = replace(self.selection, groups=groups, counts=counts, selected_mask=OPS.boolean(mask))
+        return FusedRead(self.out, self.lse, selection, self.skipped, None)
 
 
 def depth_of(cache: Cache, plan: StepPlan) -> Depth:
@@ -47,17 +97,6 @@ def depth_of(cache: Cache, plan: StepPlan) -> Depth:
         return Depth(tuple(cascaded), rescored, plan.config.selection_config.reads_at_once)
 
     return plan.once(("depth", cache.device, cache.spec.head_dim), copy)
-
-
-def estimates(
-    cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, depth: Depth, selection_config: SelectionConfig
-) -> Tensor:
-    """[B, Hkv, G] of rq, from device arrays alone: q [B, Hq, D], table [B, M], lengths [B]."""
-    q = q.contiguous()
-    query = unit_kernels.round_queries(q, **rounding(cache, layer, q, table, depth, selection_config))
-    if selection_config.combine == "sum" and query.anchors is None:  # K in codes, which that kernel does not read
-        query = replace(query, anchors=scoring.anchors(OPS, cache, layer, q, table[:, 0], selection_config))
-    return estimates_of(cache, layer, query, table, lengths, depth)
 
 
 def rounding(
@@ -78,11 +117,50 @@ def rounding(
 def estimates_of(
     cache: Cache, layer: int, query: unit_kernels.Query, table: Tensor, lengths: Tensor, depth: Depth
 ) -> Tensor:
-    """`estimates` of a rounded query."""
+    """Estimates [B, Hkv, G] of rq by a rounded query, from device arrays alone: table [B, M], lengths [B]."""
     return unit_kernels.score_units(
         query, cache.summaries[layer], cache.valid[layer], table, lengths, depth,
         group_size=cache.cache_config.S, dims=part_dims(cache.cache_config, cache.spec.head_dim),
     )  # fmt: skip
+
+
+def attend_best_of(
+    config: EpsConfig, cache: Cache, layer: int, q: Tensor, query: unit_kernels.Query, counters: Tensor, table: Tensor,
+    lengths: Tensor, wanted: Tensor, depth: Depth, width: int, with_lse: bool = True,
+) -> Best:  # fmt: skip
+    """Score, choose and attend for q [B, Hq, D], rounded, from device arrays alone: cleared counters, table [B, M],
+    lengths [B], and of the best groups `wanted` [B] a kv head, at most `width`."""
+    selection_config = config.selection_config
+    with span("eps.prepass", cache):
+        estimate = estimates_of(cache, layer, query, table, lengths, depth)
+        selectable = (
+            config.cache_config.S, selection_config.num_sink_tokens, selection_config.num_recent_tokens,
+            selection_config.min_context,
+        )  # fmt: skip
+        found = select_kernels.find_thresholds(estimate, lengths, wanted, width, selectable, counters)
+    with span("eps.attention", cache):
+        read = attend_best(q, *cache.plain(layer), table, lengths, estimate, found, with_lse)
+    return Best(*read, estimate, lengths, found, width)
+
+
+def attend_layer(
+    config: EpsConfig, cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, wanted: Tensor,
+    depth: Depth, width: int,
+) -> Best:  # fmt: skip
+    """`attend_best_of` for q [B, Hq, D] as it is."""
+    q = q.contiguous()
+    counters = select_kernels.new_counters(len(q) * cache.spec.num_kv_heads, q.device)
+    by = rounding(cache, layer, q, table, depth, config.selection_config)
+    query = unit_kernels.round_queries(q, **by, counters=counters)
+    return attend_best_of(config, cache, layer, q, query, counters, table, lengths, wanted, depth, width)
+
+
+def _unsupported_layer(cache: Cache, layer: int, q: Tensor, plan: StepPlan) -> str | None:
+    if cache.cache_config.has_bounds:
+        return "bounds"
+    if cache.spec.quantised:
+        return "K or V in codes"
+    return unsupported_choice(None, plan, layer) or unsupported_scoring(cache, layer, q, plan)
 
 
 def unsupported_writing(cache: Cache) -> str | None:
@@ -153,14 +231,16 @@ def prepare(
 ) -> tuple[unit_kernels.Query, Tensor]:  # fmt: skip
     """`write` of a step's tokens, its query q [B, Hq, D] rounded, and cleared counters for its choice, in one launch;
     K as it is."""
-    query, rounded = unit_kernels.rounding(q, **rounding(cache, layer, q, table, depth, selection_config))
-    written, num_warps = write_kernels.writing(**writing(cache, layer, k, v, slots, tentative_finite))
     counters = select_kernels.new_counters(len(q) * cache.spec.num_kv_heads, q.device)
-    launch_prepare(written, num_warps, rounded, counters)
+    by = rounding(cache, layer, q, table, depth, selection_config)
+    query, rounded = unit_kernels.rounding(q, **by, counters=counters)
+    written, num_warps = write_kernels.writing(**writing(cache, layer, k, v, slots, tentative_finite))
+    launch_prepare(written, num_warps, rounded)
     return query, counters
 
 
 kernels = TritonKernels()
 KERNELS = kernels.table(
     write_kv=Kernel(write_kv, lambda cache, layer, k, v, slots: unsupported_writing(cache)),
+    attend_fused=Kernel(kernels.attend_fused, _unsupported_layer),
 )

@@ -119,6 +119,7 @@ class _Read(FusedRead):
     """A read whose lists, `lse` and `stamps` later layers fill again."""
 
     def lasting(self) -> FusedRead:
+        assert self.stamps is not None
         lists = {name: getattr(self.selection, name).clone() for name in ("groups", "selected_mask")}
         selection = replace(self.selection, **lists)
         return FusedRead(self.out, self.lse.clone(), selection, self.skipped, self.stamps.copy())

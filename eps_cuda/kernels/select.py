@@ -241,28 +241,15 @@ def _find_threshold(
         tl.store(state + 3, want - taken)
 
 
-@triton.jit
-def store_masses(masses, estimate_row, g, groups, taken):
-    """The largest finite estimate of groups g [N], and the sums of the exponentials of all less that, and of those
-    that are not taken."""
-    finite = tl.load(estimate_row + g, mask=g < groups, other=-float("inf"))
-    finite = tl.where(tl.abs(finite) < float("inf"), finite, -float("inf"))
-    most = tl.maximum(tl.max(finite, axis=0), -3.0e38)
-    mass = tl.exp(finite - most)
-    tl.store(masses, most)
-    tl.store(masses + 1, tl.sum(mass, axis=0))
-    tl.store(masses + 2, tl.sum(tl.where(taken, 0.0, mass), axis=0))
-
-
 @triton.jit(do_not_specialize=SIZES)
 def _list(
     estimate, lengths, counters, state, scales, candidates, candidate_groups, chunk_counts, out_groups, out_counts,
-    selected_mask, masses, groups, kv_heads, width, chunks,
+    selected_mask, groups, kv_heads, width, chunks,
     num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
     CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, SCALES: tl.constexpr,
     CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Writes a run's part of the list, and unless they are None of the mask and of the masses."""
+    """Writes a run's part of the list, and unless it is None of the mask."""
     wait(OVERLAP)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
@@ -303,8 +290,6 @@ def _list(
     tl.store(out_row + (sure_before + (ranks & 0xFFFF) + tl.minimum(rank, room) - 1), g, mask=taken)
     if selected_mask is not None:
         tl.store(selected_mask + row.to(tl.int64) * groups + g, taken.to(tl.uint8), mask=g < groups)
-    if masses is not None:
-        store_masses(masses + (row * chunks + chunk) * 3, estimate_row, g, groups, taken)
     release(OVERLAP)
     # each run fills as much of what no group takes
     share = (width + chunks - 1) // chunks
@@ -341,13 +326,6 @@ def _compact(selected_mask, out_groups, out_counts, groups, width, LIST: tl.cons
 def num_chunks(groups: int) -> int:
     """Programs of a row of so many groups."""
     return triton.cdiv(groups, CHUNK)
-
-
-def skipped_shares(masses: Tensor) -> Tensor:
-    """`selection.skipped_mass` [..] of the masses [.., runs, 3] of the runs of a row."""
-    most, mass, skipped = masses.unbind(-1)
-    weight = torch.exp(most - most.amax(-1, keepdim=True))
-    return (weight * skipped).sum(-1) / (weight * mass).sum(-1).clamp(1e-30)
 
 
 @dataclass(frozen=True)
@@ -408,44 +386,42 @@ def warps(programs: int) -> int:
     return 8 if programs <= FEW_PROGRAMS else 4
 
 
-def _launch(
-    estimate: Tensor, lengths: Tensor, wanted: Tensor, selected_mask: Tensor | None, width: int,
-    selectable: tuple[int, int, int, int] | None, masses: Tensor | None = None, counters: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def listed(
+    estimate: Tensor, lengths: Tensor, found: Thresholds, width: int, selected_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32) that `found` takes, by the third round.
+    Fills `selected_mask` [B, Hkv, G] uint8."""
     batch, kv_heads, groups = estimate.shape
     rows, chunks = batch * kv_heads, num_chunks(groups)
-    assert masses is None or (masses.is_contiguous() and masses.shape[-2] == chunks)
-    found = find_thresholds(estimate, lengths, wanted, width, selectable, counters)
-    listed = torch.empty((batch, kv_heads, width), dtype=torch.int32, device=estimate.device)
-    counts = listed.new_empty((batch, kv_heads))
+    out = torch.empty((batch, kv_heads, width), dtype=torch.int32, device=estimate.device)
+    counts = out.new_empty((batch, kv_heads))
     _list[(chunks, rows)](
         estimate, lengths, found.counters, found.state, found.scales, found.candidates, found.candidate_groups,
-        found.chunk_counts, listed, counts, selected_mask, masses, groups, kv_heads, width, chunks, *found.selectable,
+        found.chunk_counts, out, counts, selected_mask, groups, kv_heads, width, chunks, *found.selectable,
         CHUNK=CHUNK, CANDIDATES=CANDIDATES, num_warps=warps(chunks * rows), **found.constants,
     )  # fmt: skip
-    return listed, counts
+    return out, counts
 
 
 def select_topk(
     estimate: Tensor, counts_wanted: Tensor, lengths: Tensor, *, group_size: int, num_sink_tokens: int,
-    num_recent_tokens: int, min_context: int, width: int, masses: Tensor | None = None, counters: Tensor | None = None,
+    num_recent_tokens: int, min_context: int, width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32, visit [B, Hkv, G] uint8) of policy topk:
     of estimate [B, Hkv, G] float32, natural logs of masses, the `counts_wanted` [B] int32 best (at most width), forced
     groups first, the lower index first among equals, none past the end of lengths [B] int32 tokens. Forced: the groups
-    of `eps_core.kv_cache.step_plan.always_selected_groups` and those at +inf. `masses`
-    [B, Hkv, num_chunks(G), 3] float32 is filled with what `skipped_shares` takes. `counters`: cleared `new_counters`,
-    which cost a launch otherwise."""
+    of `eps_core.kv_cache.step_plan.always_selected_groups` and those at +inf."""
     selected_mask = torch.empty(estimate.shape, dtype=torch.uint8, device=estimate.device)
     selectable = group_size, num_sink_tokens, num_recent_tokens, min_context
-    listed, counts = _launch(estimate, lengths, counts_wanted, selected_mask, width, selectable, masses, counters)
-    return listed, counts, selected_mask
+    found = find_thresholds(estimate, lengths, counts_wanted, width, selectable)
+    return *listed(estimate, lengths, found, width, selected_mask), selected_mask
 
 
 def select_best(estimate: Tensor, counts_wanted: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
     """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32) of the `counts_wanted` [B] int32 best
     finite estimates, the lower index first among equals; +inf and -inf are never taken. For refinement."""
-    return _launch(estimate, counts_wanted, counts_wanted, None, width, None)
+    found = find_thresholds(estimate, counts_wanted, counts_wanted, width, None)
+    return listed(estimate, counts_wanted, found, width)
 
 
 def compact(selected_mask: Tensor, *, width: int) -> tuple[Tensor, Tensor]:

@@ -53,12 +53,16 @@ READ_ON_GROUPS = 64  # that a further pass takes at a time
 @triton.jit
 def round_query(
     row, r, q, signs, halves, inverses, head_sums, integers, steps, k_pool, table, anchors, planes, sums, stride_b,
-    stride_h, unit_stride, head_stride, table_units, kv_heads, inverse_root,
+    stride_h, unit_stride, head_stride, table_units, kv_heads, inverse_root, counters,
     R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr, STEPS: tl.constexpr,
-    SPREAD: tl.constexpr, PLANES: tl.constexpr,
+    SPREAD: tl.constexpr, PLANES: tl.constexpr, COUNTERS: tl.constexpr, COUNTERS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Query head r of a (sequence, kv head): `rotate` and `rounded_query`, its anchor unless `anchors` is None, and the
-    integers' bit planes and their sum unless `planes` is None."""
+    integers' bit planes and their sum unless `planes` is None. The first head clears the row's counters, if any."""
+    if counters is not None:  # noqa: SIM102  this is known when it is compiled
+        if r == 0:
+            i = tl.arange(0, COUNTERS_PADDED)
+            tl.store(counters + row * COUNTERS + i, tl.zeros((COUNTERS_PADDED,), tl.int32), mask=i < COUNTERS)
     b, h = row // kv_heads, row % kv_heads
     d = tl.arange(0, DIM2)
     heads = q + b.to(tl.int64) * stride_b + h * R * stride_h
@@ -99,9 +103,9 @@ def round_query(
 @triton.jit
 def _round_queries(
     q, signs, halves, inverses, head_sums, integers, steps, k_pool, table, anchors, planes, sums, stride_b, stride_h,
-    unit_stride, head_stride, table_units, kv_heads, inverse_root,
+    unit_stride, head_stride, table_units, kv_heads, inverse_root, counters,
     R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr, STEPS: tl.constexpr,
-    SPREAD: tl.constexpr, PLANES: tl.constexpr,
+    SPREAD: tl.constexpr, PLANES: tl.constexpr, COUNTERS: tl.constexpr, COUNTERS_PADDED: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """One query head a program."""
@@ -110,7 +114,7 @@ def _round_queries(
     round_query(
         tl.program_id(0), tl.program_id(1), q, signs, halves, inverses, head_sums, integers, steps, k_pool, table,
         anchors, planes, sums, stride_b, stride_h, unit_stride, head_stride, table_units, kv_heads, inverse_root,
-        R, HEAD_DIM, DIM2, LOG_DIM, STEPS, SPREAD, PLANES,
+        counters, R, HEAD_DIM, DIM2, LOG_DIM, STEPS, SPREAD, PLANES, COUNTERS, COUNTERS_PADDED,
     )  # fmt: skip
 
 
@@ -260,11 +264,12 @@ def _read_on(
 
 
 def rounding(
-    q: Tensor, signs: Tensor, kv_heads: int, first: tuple[Tensor, Tensor] | None = None, with_planes: bool = False
-) -> tuple[Query, dict[str, Any]]:
+    q: Tensor, signs: Tensor, kv_heads: int, first: tuple[Tensor, Tensor] | None = None, with_planes: bool = False,
+    counters: Tensor | None = None,
+) -> tuple[Query, dict[str, Any]]:  # fmt: skip
     """Return where `round_query` leaves the heads of q [B, Hq, D], unscaled, and its arguments; signs [2, D] float32 of
     the rotation. `first`: K [P, Hkv, U, D] and the table [B, M] int32 of the units whose first token anchors the query
-    heads."""
+    heads. `counters` [B * Hkv, N] int32 are cleared on the way."""
     batch, heads, head_dim = q.shape
     assert q.stride(-1) == 1 and signs.is_contiguous()
     shape = batch, kv_heads, heads // kv_heads, head_dim
@@ -283,11 +288,14 @@ def rounding(
         planes = torch.empty((*shape[:3], bits.PLANES, head_dim // 32), dtype=torch.int32, device=q.device)
         sums = torch.empty_like(steps)
     query = Query(halves, inverses, head_sums, integers, steps, anchors, planes, sums)
+    num_counters = 1 if counters is None else counters.shape[1]
+    assert counters is None or (counters.is_contiguous() and counters.dtype == torch.int32)
     return query, vars(query) | {
         "q": q, "signs": signs, "k_pool": k_pool, "table": table, "stride_b": q.stride(0), "stride_h": q.stride(1),
         **dict(zip(("unit_stride", "head_stride", "table_units"), strides, strict=True)), "kv_heads": kv_heads,
         "inverse_root": 1 / math.sqrt(head_dim), "R": shape[2], "HEAD_DIM": head_dim, "DIM2": padded,
         "LOG_DIM": padded.bit_length() - 1, "STEPS": QUERY_STEPS, "SPREAD": ANCHOR_SPREAD, "PLANES": bits.PLANES,
+        "counters": counters, "COUNTERS": num_counters, "COUNTERS_PADDED": triton.next_power_of_2(num_counters),
     }  # fmt: skip
 
 
