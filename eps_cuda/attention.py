@@ -90,7 +90,7 @@ def _attend_groups(
     per_unit, spec = cache.cache_config.groups_per_unit, cache.spec
     width = int(counts.max())
     groups = groups[:, :width].long()
-    units = torch.from_numpy(np.maximum(table, 0).astype(np.int64)).to(a.device)[groups.clamp(min=0) // per_unit]
+    units = OPS.index(a, np.maximum(table, 0))[groups.clamp(min=0) // per_unit]
     heads = torch.arange(spec.num_kv_heads, device=a.device)[:, None]
     rows = (units * spec.num_kv_heads + heads) * per_unit + groups % per_unit  # as K's memory lies
     if width and (counts == width).all():

@@ -171,15 +171,15 @@ class StaticStep:
 def attend_static(
     config: EpsConfig, cache: Cache, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Any, depth: Depth, width: int,
     tentative_finite: Tensor | None = None,
-) -> dispatch.Best:  # fmt: skip
+) -> dispatch.Attended:  # fmt: skip
     """One layer's sparse attention: write (see `dispatch.write`), score, choose and attend, from device arrays alone,
     those of `at` (`StaticStep.buffers`)."""
     q = q.contiguous()
-    query, counters = dispatch.prepare(
+    query, counters = dispatch.begin(
         cache, layer, q, k, v, at.slots, at.table, depth, config.selection_config, tentative_finite
     )
     read = at.table, at.lengths, at.wanted, depth, width
-    return dispatch.attend_best_of(config, cache, layer, q, query, counters, *read, with_lse=False)
+    return dispatch.attend_rounded(config, cache, layer, q, query, counters, *read, with_lse=False)
 
 
 def _static(model: Any, cache: Cache, plan: StepPlan, sparse: bool, draft: bool = False) -> StaticStep:

@@ -93,7 +93,7 @@ class Model(ArrayModel):
         return torch.inference_mode()
 
     def embed(self, tokens: np.ndarray) -> Tensor:
-        return self.embedded(torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device))
+        return self.embedded(torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device, non_blocking=True))
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """`embed` of tokens [N] int64 that lie on the device."""

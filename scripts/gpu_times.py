@@ -40,7 +40,7 @@ from eps_cuda.cache import Cache
 from eps_cuda.device import DTYPES
 from eps_cuda.graph import BUCKET_TOKENS, attend_static
 from eps_cuda.kernels.attend import attend_groups
-from eps_cuda.kernels.dispatch import Best
+from eps_cuda.kernels.dispatch import Attended
 from eps_cuda.kernels.select import Depth
 from eps_cuda.ops import OPS
 
@@ -90,8 +90,9 @@ def layers_of(context: int, batch: int, config: EpsConfig, device: str) -> tuple
     return cache, StepPlan.of(config, table, np.full(batch, context - SHORTER)), q.to(dtype)
 
 
-def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Best]]:
-    """All layers of a captured step, as `graph.StaticStep` calls them: writes and attention, without projections."""
+def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], Attended]:
+    """All layers of a captured step, as `graph.StaticStep` calls them: writes and attention, without projections. What
+    the first attended to is returned."""
     config = plan.config
     batch, most = plan.table.shape[0], plan.table.shape[1] * config.cache_config.unit_tokens
 
@@ -111,12 +112,12 @@ def sparse(cache: Cache, plan: StepPlan, q: Tensor) -> Callable[[], list[Best]]:
     at = SimpleNamespace(slots=slots, table=table, lengths=lengths, wanted=wanted)
     k, v = (q.new_zeros((batch, KV_HEADS, HEAD_DIM)) for _ in range(2))
 
-    def run() -> list[Best]:
-        results = []
-        for layer in range(spec.num_layers):
-            width = config.budget_groups(most)
-            results.append(attend_static(config, cache, layer, q, k, v, at, depth, width))
-        return results
+    def run() -> Attended:
+        read = at, depth, config.budget_groups(most)
+        first = attend_static(config, cache, 0, q, k, v, *read)
+        for layer in range(1, spec.num_layers):
+            attend_static(config, cache, layer, q, k, v, *read)
+        return first
 
     return run
 
@@ -168,7 +169,7 @@ def kernels_of(run: Callable[[], Any], layers: int, repeats: int = 5) -> dict[st
     }
 
 
-def disagreement(cache: Cache, plan: StepPlan, q: Tensor, best: Best) -> float:
+def disagreement(cache: Cache, plan: StepPlan, q: Tensor, best: Attended) -> float:
     """The largest difference between a step's output of the last sequence and float64 attention over what it
     selected, of the largest number."""
     groups, counts, _ = best.listed()
@@ -203,7 +204,7 @@ def measure(context: int, batch: int, config: EpsConfig, roof: float, device: st
     """One cell; without a GPU its sparse output is checked, and nothing timed."""
     cache, plan, q = layers_of(context, batch, config, device)
     layers, run = cache.spec.num_layers, sparse(cache, plan, q)
-    wrong = disagreement(cache, plan, q, run()[0])
+    wrong = disagreement(cache, plan, q, run())
     require(wrong < TOLERANCE, f"{context} x {batch}: the sparse output is wrong by {wrong:.3f}")
     kv_bytes = plan.dense_kv_bytes(cache.spec)
     read_bytes = plan.kv_bytes(cache.spec, int(plan.budget(plan.num_always_selected).sum()) * KV_HEADS)

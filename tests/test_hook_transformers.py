@@ -186,7 +186,7 @@ def test_one_line_turns_it_on_for_whatever_makes_its_own_cache(demo: Any) -> Non
 
 
 class Reads(TorchFunctionMode):
-    """Notes every way to bring a tensor's values to the host, which copies nothing on a CPU."""
+    """Counts every way to bring a tensor's values to the host, which copies nothing on a CPU, and uploads that wait."""
 
     WAYS = "cpu item tolist nonzero is_nonzero equal allclose __array__ __bool__ __int__ __float__ __index__"
 
@@ -197,10 +197,9 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        to_cpu = func.__name__ == "to" and any(
-            one == "cpu" for one in [*args[1:], *kwargs.values()] if type(one) is str
-        )
-        moved = to_cpu and all(one is not args[0] for one in self.on_host)
+        to_cpu = func.__name__ == "to" and "cpu" in map(str, [*args[1:], *kwargs.values()])
+        upload = to_cpu and any(one is args[0] for one in self.on_host)
+        moved = to_cpu and not (upload and kwargs.get("non_blocking"))
         if func.__name__ in self.WAYS.split() or moved:
             self.seen.append(func.__name__)
         return func(*args, **kwargs)

@@ -2,12 +2,16 @@
 run and in many. Lists are compared with the reference's in test_kernel_select.py, attention in
 test_kernel_attention.py."""
 
+import re
+import sys
+
 import numpy as np
 import pytest
 import torch
 from test_kernel_select import TOPK, estimates
 from test_triton_attend import DTYPES, check_compiled, pools
-from triton_aot import Job, job
+from test_triton_write import start_job
+from triton_aot import TARGETS, Job, compile_ahead, job
 from triton_interpreter import DEVICE
 
 import eps_cuda
@@ -44,8 +48,9 @@ def scene(lengths=(701, 400), kv_heads=2, size=2, kind="gauss", share=0.1, first
     return [on(one) for one in (q, k, v, table, lengths, estimate, wanted)], (size, *sinks)
 
 
-def check(settings: dict) -> None:
+def check(settings: dict, dtype=torch.float32, q_dtype=torch.float32, atol=2e-5) -> None:
     (q, k, v, table, lengths, estimate, wanted), selectable = scene(**settings)
+    q, k, v = q.to(q_dtype), k.to(dtype), v.to(dtype)
     width = max(int(wanted.max()), 1)
     names = "group_size", "num_sink_tokens", "num_recent_tokens", "min_context"
     listed, counts, mask = select.select_topk(
@@ -55,7 +60,7 @@ def check(settings: dict) -> None:
     found = select.find_thresholds(estimate, lengths, wanted, width, selectable)
     out, lse, skipped = best.attend_best(q, k, v, table, lengths, estimate, found, with_lse=True)
     for got, right in zip((out, lse), want, strict=True):
-        torch.testing.assert_close(got, right, rtol=0, atol=2e-5)
+        torch.testing.assert_close(got, right, rtol=0, atol=atol)
     one, _, other = best.attend_best(q, k, v, table, lengths, estimate, select.find_thresholds(
         estimate, lengths, wanted, width, selectable))  # fmt: skip
     assert torch.equal(one, out) and torch.equal(other, skipped)
@@ -76,6 +81,14 @@ def test_attends_to_what_would_be_listed(name, monkeypatch) -> None:
         check(TOPK[name])
 
 
+@pytest.mark.parametrize("head_dim", [80, 128])
+@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_other_types_and_widths(q_dtype, head_dim, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", head_dim)
+    monkeypatch.setattr(best, "RUN_GROUPS", 64)
+    check(TOPK["usual"], torch.bfloat16, q_dtype, 1e-5 if q_dtype == torch.float32 else 0.01)
+
+
 def test_programs_fill_large_gpus_and_take_whole_runs() -> None:
     for rows, groups in ((8, 32768), (32, 65536), (8, 131072), (64, 131072), (1, 1), (8, 1025)):
         runs_each, splits = best._split(rows, groups, 132)
@@ -92,6 +105,7 @@ def best_job(vendor: str, dtype: str, head_dim: int, repeat: int, size: int, q_d
         "WIDE_Q": dtype != "fp32" and dtype != q_dtype, **attend_module.padding(repeat, head_dim),
         "BLOCK_N": chosen.block_tokens, "RUN": best.RUN_GROUPS, "CANDIDATES": best.CANDIDATES, "SINK_RECENT": True,
         "R_POWER": repeat, "BLOCK_S": max(best.MERGED // (repeat * head_dim), 1), "RUNS": best.MERGED_RUNS,
+        "HIP": vendor == "hip",
         **{name: getattr(select, name) for name in ("BINS", "COUNTERS", "STATE", "SCALES")},
     }  # fmt: skip
     types = held["types"] | {"q": f"*{q_dtype}", "out": f"*{q_dtype}"}
@@ -105,3 +119,9 @@ def test_compiles_for_gpus_that_need_not_be_here() -> None:
         ("bf16", 128, 16, 1, "bf16"), ("fp32", 128, 4, 2, "fp32"),
     ]  # fmt: skip
     check_compiled(lambda vendor: [best_job(vendor, *shape) for shape in shapes], [], 16)
+    others = (("cuda", 86, 32), ("cuda", 89, 32))
+    for one in compile_ahead([best_job("cuda", *shapes[0]), start_job("cuda")], others):
+        assert all(made.spilled_bytes == 0 for made in one), one
+    (made,) = compile_ahead([best_job("hip", *shapes[0])], TARGETS[2:])[0]
+    waits = re.findall(r"#ASMSTART\s+s_waitcnt vmcnt\(0\)(?:.*\n)*?.*s_barrier", made.text)
+    assert len(waits) == 2, "of its own groups, and of its part before the others are told"

@@ -18,7 +18,7 @@ def test_rows_of_many_runs_and_many_candidates(name, monkeypatch) -> None:
 
 
 SIZES = {
-    "S": 1, "SINK_RECENT": True,
+    "S": 1, "SINK_RECENT": True, "HIP": False,
     **{name: getattr(select_kernels, name) for name in ("CHUNK", "BINS", "COUNTERS", "STATE", "SCALES")},
 }  # fmt: skip
 COUNTED, AT_ONCE = ({name: getattr(select_kernels, name)} for name in ("SAMPLE", "CANDIDATES"))

@@ -2,6 +2,7 @@
 and makes the same operations over the same shapes whatever is kept, so that a CUDA graph can replay it."""
 
 import gc
+import itertools
 import weakref
 from collections import Counter
 
@@ -15,6 +16,7 @@ from verified_runs import Model, same
 
 import eps_cuda
 from eps_core.attention.layer import collect, sparse_attention
+from eps_core.backend.cache import invalidate
 from eps_core.backend.summaries.table import build_summary
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate
@@ -258,20 +260,28 @@ def test_a_layer_alone_is_its_parts(model, monkeypatch, name, launches) -> None:
     (step,) = cache.steps.values()
     plan = StepPlan.of(config, step.places["table"].copy(), step.places["lengths"].astype(np.int64))
     q = torch.randn((2, decoder.spec.num_heads, cache.spec.head_dim), device=DEVICE)
-    out, read = sparse_attention(eps_cuda, cache, 0, q, plan)
-    scores = eps_cuda.score(cache, 0, q, plan)
-    selection = eps_cuda.select(scores, plan)
-    for field in ("groups", "counts", "selected_mask"):
-        assert torch.equal(getattr(read.selection, field), getattr(selection, field)), field
-    for field in ("common_counts", "always_selected"):
-        np.testing.assert_array_equal(getattr(read.selection, field), getattr(selection, field))
-    for got, want in zip((out, read.lse), eps_cuda.attend(cache, 0, q, plan, selection), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    (stats,), _ = collect(eps_cuda, cache, [read])
-    np.testing.assert_allclose(stats.skipped_mass, eps_cuda.skipped_mass(scores, selection), atol=1e-5)
-    assert stats.kv_bytes_read == plan.kv_bytes(cache.spec, int(selection.counts.sum()))
+    # more groups of the second layer are without a summary; counters come as they are
+    invalidate(OPS, cache, 1, step.places["table"][:, 1].astype(np.int64) * 64)
+    make = select_kernels.new_counters
+    with monkeypatch.context() as patched:
+        patched.setattr(select_kernels, "new_counters", lambda *shape: make(*shape).fill_(7))
+        found = [sparse_attention(eps_cuda, cache, layer, q, plan) for layer in range(2)]
+    for layer, (out, read) in enumerate(found):
+        scores = eps_cuda.score(cache, layer, q, plan)
+        selection = eps_cuda.select(scores, plan, layer)
+        for field in ("groups", "counts", "selected_mask"):
+            assert torch.equal(getattr(read.selection, field), getattr(selection, field)), field
+        for field in ("common_counts", "always_selected"):
+            np.testing.assert_array_equal(getattr(read.selection, field), getattr(selection, field))
+        for got, want in zip((out, read.lse), eps_cuda.attend(cache, layer, q, plan, selection), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        (stats,), _ = collect(eps_cuda, cache, [read])
+        np.testing.assert_allclose(stats.skipped_mass, eps_cuda.skipped_mass(scores, selection), atol=1e-5)
+        assert stats.kv_bytes_read == plan.kv_bytes(cache.spec, int(selection.counts.sum()))
+    assert (found[0][1].stats.counts < found[1][1].stats.counts).all()
     # a clock wants to know when each part began, which the whole does not say
-    assert sparse_attention(eps_cuda, cache, 0, q, plan, clock=lambda *known: 0.0)[1].stats.prepass_ms == 0
+    clock = itertools.count().__next__
+    assert sparse_attention(eps_cuda, cache, 0, q, plan, clock=lambda *known: clock())[1].stats.prepass_ms == 1000
     launched = stand_in(monkeypatch)
     sparse_attention(eps_cuda, cache, 0, q, plan, passing=True)
     assert launched.total() == launches

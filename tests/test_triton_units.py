@@ -39,6 +39,8 @@ def test_integers_are_converted_where_subnormals_are_flushed(name, monkeypatch) 
 def test_a_program_takes_many_units(name, monkeypatch) -> None:
     """Long contexts give each program many units; here one multiprocessor does."""
     monkeypatch.setattr(units, "processors", lambda device: 1)
+    for module in (units, bits):
+        monkeypatch.setattr(module, "MEANS", 2)
     check(TRITON, DEVICE, Filled(CASES[name]))
 
 

@@ -48,7 +48,8 @@ def sparse_attention(
     Where every group would be read (`StepPlan.reads_all`) nothing is scored; `dense`, where given, attends then: out
     [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `audit` reads
     everything in addition, for the true share that was left out; its bytes are counted nowhere. `clock` times pre-pass
-    and attention, at the cost of a wait each. `passing`: `selection` and `lse` of what was read are valid only until
+    and attention, at the cost of a wait each, and of the parts where one kernel that does all does
+    not say when they begin. `passing`: `selection` and `lse` of what was read are valid only until
     the next layer's call, which saves copies."""
     config, cache_config, spec = plan.config, cache.cache_config, cache.spec
     batch, kv_heads = len(plan.lengths), spec.num_kv_heads
@@ -110,7 +111,7 @@ def sparse_attention(
 def _fused(backend: Backend, cache: Any, layer: int, q: Array, plan: StepPlan, timed: bool) -> FusedRead | None:
     """The layer by one kernel that does what the parts do; None where there is none."""
     kernel: Any = backend.kernel_of(cache, "attend_fused")
-    found: FusedRead | None = None if kernel is None or timed > kernel.timed else kernel(cache, layer, q, plan)
+    found: FusedRead | None = None if kernel is None or (timed and not kernel.timed) else kernel(cache, layer, q, plan)
     return found
 
 

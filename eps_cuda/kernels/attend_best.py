@@ -1,6 +1,6 @@
 """Attention over the best groups where they lie, in one launch once their thresholds are known: no list is made.
 
-Each program takes a run of a row's groups, notes those that are taken (see `select`), attends to their tokens as
+Each program takes a run of a row's groups, lists those that are taken (see `select`), attends to their tokens as
 `attend` does, and stores its part. The program of a (sequence, kv head) that comes last merges all parts. Runs hold
 different numbers of tokens that are taken, so there are several programs for each place on the GPU.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from eps_cuda.kernels.arguments import check_layout, check_shapes, pool_constants
 from eps_cuda.kernels.attend import HALVES, attend_tokens, padding, plan, processors, store_part
 from eps_cuda.kernels.overlap import release, wait
-from eps_cuda.kernels.select import CANDIDATES, SIZES, Thresholds, _is_last, _values
+from eps_cuda.kernels.select import CANDIDATES, SIZES, Thresholds, barrier, is_last, values_of
 
 # Change speed only
 RUN_GROUPS = 1024  # that are looked at at a time
@@ -49,10 +49,10 @@ def attend_best_kernel(
     HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
     VALUES: tl.constexpr, RUN: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr,
     SCALES: tl.constexpr, SINK_RECENT: tl.constexpr, CANDIDATES: tl.constexpr, R_POWER: tl.constexpr,
-    BLOCK_S: tl.constexpr, RUNS: tl.constexpr, OVERLAP: tl.constexpr = False,
+    BLOCK_S: tl.constexpr, RUNS: tl.constexpr, HIP: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Program (b * HKV + h, split): `runs_each` runs of a row, whose groups it notes in its part of `own_groups`
-    [B, Hkv, splits, runs_each * RUN] and whose masses in [B, Hkv, runs, 3]. The last of a row makes its results."""
+    """Program (b * HKV + h, split): `runs_each` runs of a row, whose groups it lists in its part of `own_groups`
+    [B, Hkv, splits, runs_each * RUN]. The last program of a row stores out, lse and skipped."""
     wait(OVERLAP)
     pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = pair // HKV, pair % HKV
@@ -77,7 +77,7 @@ def attend_best_kernel(
     runs = (groups + RUN - 1) // RUN
     for start in range(first, tl.minimum(first + runs_each * RUN, groups), RUN):
         g = start + tl.arange(0, RUN)
-        value = _values(
+        value = values_of(
             estimate_row, g, start, start + RUN - 1, groups, length, num_sink_tokens, num_recent_tokens, min_context,
             S, SINK_RECENT,
         )  # fmt: skip
@@ -91,7 +91,7 @@ def attend_best_kernel(
         store_masses(masses + (pair * runs + start // RUN) * 3, estimate_row, g, groups, taken)
         count += tl.sum(taken.to(tl.int32), axis=0)
         ties += tl.sum((reaches & ~sure).to(tl.int32), axis=0)
-    tl.debug_barrier()  # its threads read what others of them noted
+    barrier(HIP)  # threads read what others stored
 
     largest, total, acc = attend_tokens(
         q, k, v, None, None, table + b.to(tl.int64) * table_width, own_groups, pair, h, length, 0, count * S, scale,
@@ -99,7 +99,7 @@ def attend_best_kernel(
     )  # fmt: skip
     store_part(part_out, part_lse, largest, total, acc, pair, split, num_splits, count > 0, R, D, R_PAD, D_PAD)
     release(OVERLAP)
-    if _is_last(counters + BINS + 4, num_splits):
+    if is_last(counters + BINS + 4, num_splits, HIP):
         r, d = tl.arange(0, R_POWER), tl.arange(0, D_PAD)
         most = tl.full([R_POWER], -3.0e38, tl.float32)
         mass = tl.zeros([R_POWER], tl.float32)

@@ -24,7 +24,7 @@ from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels import write as write_kernels
 from eps_cuda.kernels.attend_best import attend_best
-from eps_cuda.kernels.prepare import prepare as launch_prepare
+from eps_cuda.kernels.prepare import prepare
 from eps_cuda.kernels.select import Depth
 from eps_cuda.kernels.write import UnitPools, write_tokens
 from eps_cuda.ops import OPS
@@ -39,13 +39,14 @@ class TritonKernels(GpuKernels):
 
     def estimates(self, cache: Cache, layer: int, q: Tensor, plan: StepPlan, table: Tensor, lengths: Tensor) -> Tensor:
         q, depth, selection_config = q.contiguous(), depth_of(cache, plan), plan.config.selection_config
-        query = unit_kernels.round_queries(q, **rounding(cache, layer, q, table, depth, selection_config))
+        query = unit_kernels.round_queries(q, **rounding_of(cache, layer, q, table, depth, selection_config))
         if selection_config.combine == "sum" and query.anchors is None:  # K in codes, which that kernel does not read
             query = replace(query, anchors=scoring.anchors(OPS, cache, layer, q, table[:, 0], selection_config))
         return estimates_of(cache, layer, query, table, lengths, depth)
 
     def attend_fused(self, cache: Cache, layer: int, q: Tensor, plan: StepPlan) -> FusedRead:
-        """A layer whose K and V are written, in five launches. What it selects is listed where it shall last."""
+        """A layer whose K and V are written, in five launches where codes are read at once. What it selects is listed
+        by `lasting`."""
         always_selected = plan.num_always_selected + np.asarray(plan.num_missing(cache.state[layer]), np.int64)
         counts = plan.budget(always_selected)
         with self.ops.place(cache):
@@ -61,7 +62,7 @@ class TritonKernels(GpuKernels):
 
 
 @dataclass(frozen=True)
-class Best:
+class Attended:
     """Attention over a layer's best groups, and by what they were found."""
 
     out: Tensor  # [B, Hq, D] in q's dtype
@@ -80,7 +81,7 @@ class Best:
 
 @dataclass(frozen=True)
 class _Read(FusedRead):
-    best: Best
+    best: Attended
 
     def lasting(self) -> FusedRead:
         groups, counts, mask = self.best.listed()
@@ -99,7 +100,7 @@ def depth_of(cache: Cache, plan: StepPlan) -> Depth:
     return plan.once(("depth", cache.device, cache.spec.head_dim), copy)
 
 
-def rounding(
+def rounding_of(
     cache: Cache, layer: int, q: Tensor, table: Tensor, depth: Depth, selection_config: SelectionConfig
 ) -> dict[str, Any]:
     """Return the arguments by which a query is rounded."""
@@ -124,10 +125,10 @@ def estimates_of(
     )  # fmt: skip
 
 
-def attend_best_of(
+def attend_rounded(
     config: EpsConfig, cache: Cache, layer: int, q: Tensor, query: unit_kernels.Query, counters: Tensor, table: Tensor,
     lengths: Tensor, wanted: Tensor, depth: Depth, width: int, with_lse: bool = True,
-) -> Best:  # fmt: skip
+) -> Attended:  # fmt: skip
     """Score, choose and attend for q [B, Hq, D], rounded, from device arrays alone: cleared counters, table [B, M],
     lengths [B], and of the best groups `wanted` [B] a kv head, at most `width`."""
     selection_config = config.selection_config
@@ -140,19 +141,19 @@ def attend_best_of(
         found = select_kernels.find_thresholds(estimate, lengths, wanted, width, selectable, counters)
     with span("eps.attention", cache):
         read = attend_best(q, *cache.plain(layer), table, lengths, estimate, found, with_lse)
-    return Best(*read, estimate, lengths, found, width)
+    return Attended(*read, estimate, lengths, found, width)
 
 
 def attend_layer(
     config: EpsConfig, cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, wanted: Tensor,
     depth: Depth, width: int,
-) -> Best:  # fmt: skip
-    """`attend_best_of` for q [B, Hq, D] as it is."""
+) -> Attended:  # fmt: skip
+    """`attend_rounded` for q [B, Hq, D] as it is."""
     q = q.contiguous()
     counters = select_kernels.new_counters(len(q) * cache.spec.num_kv_heads, q.device)
-    by = rounding(cache, layer, q, table, depth, config.selection_config)
+    by = rounding_of(cache, layer, q, table, depth, config.selection_config)
     query = unit_kernels.round_queries(q, **by, counters=counters)
-    return attend_best_of(config, cache, layer, q, query, counters, table, lengths, wanted, depth, width)
+    return attend_rounded(config, cache, layer, q, query, counters, table, lengths, wanted, depth, width)
 
 
 def _unsupported_layer(cache: Cache, layer: int, q: Tensor, plan: StepPlan) -> str | None:
@@ -203,10 +204,10 @@ def write(
     """One token of each sequence, k, v [N, Hkv, D] to slots [N] (device, -1: none), from device arrays alone. The host
     must tell every `state` of the same slots. With `tentative_finite` [] bool, which is told of NaN and Inf in the
     cache's place, nothing follows from the write: K and V are left as `cache.write_kv_tentative` leaves them."""
-    write_tokens(**writing(cache, layer, k, v, slots, tentative_finite))
+    write_tokens(**writing_of(cache, layer, k, v, slots, tentative_finite))
 
 
-def writing(
+def writing_of(
     cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, tentative_finite: Tensor | None = None
 ) -> dict[str, Any]:
     """Return the arguments by which `write` writes tokens."""
@@ -225,17 +226,17 @@ def writing(
     }  # fmt: skip
 
 
-def prepare(
+def begin(
     cache: Cache, layer: int, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, table: Tensor, depth: Depth,
     selection_config: SelectionConfig, tentative_finite: Tensor | None = None,
 ) -> tuple[unit_kernels.Query, Tensor]:  # fmt: skip
     """`write` of a step's tokens, its query q [B, Hq, D] rounded, and cleared counters for its choice, in one launch;
     K as it is."""
     counters = select_kernels.new_counters(len(q) * cache.spec.num_kv_heads, q.device)
-    by = rounding(cache, layer, q, table, depth, selection_config)
+    by = rounding_of(cache, layer, q, table, depth, selection_config)
     query, rounded = unit_kernels.rounding(q, **by, counters=counters)
-    written, num_warps = write_kernels.writing(**writing(cache, layer, k, v, slots, tentative_finite))
-    launch_prepare(written, num_warps, rounded)
+    written, num_warps = write_kernels.writing(**writing_of(cache, layer, k, v, slots, tentative_finite))
+    prepare(written, num_warps, rounded)
     return query, counters
 
 

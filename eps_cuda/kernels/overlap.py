@@ -23,8 +23,8 @@ def wait(OVERLAP: tl.constexpr):
 
 @triton.jit
 def release(OVERLAP: tl.constexpr):
-    """Late in such a kernel: once each of its programs has come here or ended, the next kernel's programs may be
-    placed. Sooner, they would take room from programs that do their work."""
+    """Late in such a kernel, or first in one whose few programs leave room: once each of its programs has come here or
+    ended, the next kernel's programs may be placed, and take room from programs that do their work."""
     if OVERLAP:
         gdc_launch_dependents()
 

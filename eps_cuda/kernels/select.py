@@ -51,7 +51,7 @@ class Depth:
 
 
 @triton.jit
-def _values(
+def values_of(
     estimate_row, g, first_g, last_g, groups, length, num_sink_tokens, num_recent_tokens, min_context,
     S: tl.constexpr, SINK_RECENT: tl.constexpr,
 ):  # fmt: skip
@@ -102,9 +102,21 @@ def _join(least, most, total, number, other_least, other_most, other_total, othe
 
 
 @triton.jit
-def _is_last(ticket, programs):
-    """Return whether all other programs of a row have come here, after what they wrote."""
+def barrier(HIP: tl.constexpr):
+    """All threads of a program come here before any goes on, and what they stored is in memory: AMD's barrier alone
+    does not wait for that."""
+    if HIP:
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [tl.zeros((1,), tl.int32)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
     tl.debug_barrier()
+
+
+@triton.jit
+def is_last(ticket, programs, HIP: tl.constexpr):
+    """Return whether all other programs of a row have come here, after what they wrote."""
+    barrier(HIP)
     return tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1
 
 
@@ -113,7 +125,7 @@ def _count_bins(
     estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width, chunks,
     num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
     CHUNK: tl.constexpr, SAMPLE: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr,
-    SCALES: tl.constexpr, OVERLAP: tl.constexpr = False,
+    SCALES: tl.constexpr, HIP: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Leaves in `state` the interval of the K-th largest (BINS: among the always selected), how many lie above it and
     how many are taken, and in `scales` what `_bins` needs."""
@@ -125,7 +137,7 @@ def _count_bins(
     bin_index = tl.arange(0, BINS)
 
     start = chunk * CHUNK
-    value = _values(
+    value = values_of(
         estimate_row, start + tl.arange(0, CHUNK), start, start + CHUNK - 1, groups, length, num_sink_tokens,
         num_recent_tokens, min_context, S, SINK_RECENT,
     )  # fmt: skip
@@ -149,7 +161,7 @@ def _count_bins(
     if SINK_RECENT:
         tl.atomic_add(counters + BINS, tl.sum((value == float("inf")).to(tl.int32), axis=0), sem="relaxed")
     release(OVERLAP)
-    if _is_last(counters + BINS + 2, chunks):
+    if is_last(counters + BINS + 2, chunks, HIP):
         counts = tl.load(counters + bin_index, cache_modifier=".cg")
         always_selected = tl.load(counters + BINS, cache_modifier=".cg")
         at_least = tl.cumsum(counts, axis=0, reverse=True) + always_selected
@@ -173,7 +185,7 @@ def _find_threshold(
     estimate, lengths, counters, state, scales, candidates, candidate_groups, chunk_counts, groups, kv_heads, chunks,
     num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
     CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, SCALES: tl.constexpr,
-    CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr = False,
+    CANDIDATES: tl.constexpr, HIP: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Leaves in `chunk_counts` how many of each run lie above the interval, and in `scales` two values: what reaches
     the higher is taken, and of what reaches the lower alone as many as `state` says, the lower indices first."""
@@ -194,7 +206,7 @@ def _find_threshold(
 
     start = chunk * CHUNK
     g = start + tl.arange(0, CHUNK)
-    value = _values(
+    value = values_of(
         estimate + row.to(tl.int64) * groups, g, start, start + CHUNK - 1, groups, length, num_sink_tokens,
         num_recent_tokens, min_context, S, SINK_RECENT,
     )  # fmt: skip
@@ -208,7 +220,7 @@ def _find_threshold(
     tl.store(candidate_groups + place, g, mask=is_candidate)
     tl.store(chunk_counts + row * chunks + chunk, tl.sum((own > at).to(tl.int32), axis=0))
     release(OVERLAP)
-    if _is_last(counters + BINS + 3, chunks):
+    if is_last(counters + BINS + 3, chunks, HIP):
         number = tl.load(counters + BINS + 1, cache_modifier=".cg")
         want = tl.load(state + 2) - tl.load(state + 1)
         i = tl.arange(0, CANDIDATES)
@@ -247,7 +259,7 @@ def _list(
     selected_mask, groups, kv_heads, width, chunks,
     num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
     CHUNK: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr, SCALES: tl.constexpr,
-    CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr = False,
+    CANDIDATES: tl.constexpr, HIP: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Writes a run's part of the list, and unless it is None of the mask."""
     wait(OVERLAP)
@@ -277,7 +289,7 @@ def _list(
     sure_before, between_before = before.to(tl.int32), (before >> 32).to(tl.int32)
 
     g = run_start + tl.arange(0, CHUNK)
-    value = _values(
+    value = values_of(
         estimate_row, g, run_start, run_start + CHUNK - 1, groups, length, num_sink_tokens, num_recent_tokens,
         min_context, S, SINK_RECENT,
     )  # fmt: skip
@@ -367,7 +379,7 @@ def find_thresholds(
         integers(rows, chunks), (selectable_tokens[0], selectable_tokens[1], selectable_tokens[2]),
         {
             "S": group_size, "SINK_RECENT": selectable is not None, "BINS": BINS, "COUNTERS": COUNTERS, "STATE": STATE,
-            "SCALES": SCALES, **overlap(estimate.device),
+            "SCALES": SCALES, "HIP": bool(torch.version.hip), **overlap(estimate.device),
         },
     )  # fmt: skip
     launch = found.constants | {"CHUNK": CHUNK, "num_warps": warps(chunks * rows)}
@@ -383,6 +395,7 @@ def find_thresholds(
 
 
 def warps(programs: int) -> int:
+    """Warps of each of so many programs."""
     return 8 if programs <= FEW_PROGRAMS else 4
 
 

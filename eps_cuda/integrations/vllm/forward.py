@@ -29,8 +29,8 @@ class HostArrays:
         # by address: a tensor of another KV cache group, say, is not found, whoever copied this batch's metadata
         self._found = {array.data_ptr(): on_host(host) for array, host in there if host is not None}
         table = common.block_table_tensor[:, : -(-common.max_seq_len // block_tokens)]
-        parts = [array for array in (starts, lengths, table, common.slot_mapping) if not array.is_cpu]
-        self._copied = [array for array in parts if array.data_ptr() not in self._found]
+        self._held = starts, lengths, table, common.slot_mapping  # an address may not be given away
+        self._copied = [one for one in self._held if not one.is_cpu and one.data_ptr() not in self._found]
         if self._copied:
             packed = torch.cat([array.flatten() for array in self._copied])
             self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=is_pin_memory_available())

@@ -13,7 +13,7 @@ follows the bandwidth.
 `--fused` puts the parts of nine measured launches together as five take them. A token is written beside the rounding
 of its query. Scores make the means, by compiled instructions 26 more of 399 for 64 tokens and 245 once a program, at
 CYCLES each. Attention takes the work of listing by 1,652 instructions for 1,915, and merges as the kernel did that did
-nothing else. Counters are cleared on the way.
+nothing else; its programs are taken for equally busy. Counters are cleared on the way.
 
 All of these are estimates. AMD's and Apple's kernels are other ones (no products of bits, a launch of MLX costs some 4
 microseconds): their rows say what these kernels would take, not what ours do.
