@@ -32,7 +32,8 @@ from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.select import Depth
 from eps_cuda.ops import OPS
 
-BUCKET_TOKENS = 4096  # tables are padded to whole multiples, so that a graph serves this many steps
+BUCKET_TOKENS = 4096  # tables of longer sequences than others are padded to whole multiples of this
+MOST_WIDER = 4  # times these that a table is as wide as the pool allows: what is never there costs time, too
 MAX_GRAPHS = 8  # of one cache, by model, batch, table width and what is read; the oldest goes first
 
 
@@ -183,11 +184,13 @@ def attend_static(
 
 
 def _static(model: Any, cache: Cache, plan: StepPlan, sparse: bool, draft: bool = False) -> StaticStep:
-    """The kept step for tables of at least this width, or a new one."""
+    """The kept step for tables of at least this width, or a new one: as wide as the pool allows for sequences of one
+    length where that is not far more, so that one step serves a whole generation."""
     batch, num_units = plan.table.shape
     config = plan.config if sparse else None
-    bucket = BUCKET_TOKENS // cache.cache_config.unit_tokens
-    num_units = -(-num_units // bucket) * bucket
+    share, bucket = cache.spec.num_units // batch, BUCKET_TOKENS // cache.cache_config.unit_tokens
+    padded = -(-num_units // bucket) * bucket
+    num_units = share if num_units <= share <= MOST_WIDER * padded else padded
     key = (id(model), batch, num_units, config, draft)
     static = cache.steps.pop(key, None)
     if static is None or static.owner() is not model:

@@ -66,9 +66,9 @@ def model(tmp_path_factory):
     return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("step"))
 
 
-def decode(model, kernels, config=CONFIG, prompts=PROMPTS, steps=STEPS, **more):
+def decode(model, kernels, config=CONFIG, prompts=PROMPTS, steps=STEPS, units=60, **more):
     """(records with logits, cache, decoder) of a greedy decode."""
-    one = Model(eps_cuda, DEVICE, model, units=60, kernels=kernels)
+    one = Model(eps_cuda, DEVICE, model, units=units, kernels=kernels)
     run = one.decode(prompts, config, tokens=steps, prefill_chunk=200, **more)
     return run.records, run.cache, one.decoder
 
@@ -330,6 +330,13 @@ def test_few_steps_are_kept(model, monkeypatch) -> None:
     # from 382 tokens on the table grows by a unit within three steps
     records, cache, _ = decode(model, "triton", prompts=[PROMPTS[0][:382]], steps=4)
     assert [key[2] for key in cache.steps] == [4]
+    same(records, decode(model, "arrays", prompts=[PROMPTS[0][:382]], steps=4)[0], 2e-4)
+
+
+def test_one_step_serves_a_generation_that_the_pool_is_made_for(model, monkeypatch) -> None:
+    monkeypatch.setattr(graph, "BUCKET_TOKENS", CONFIG.cache_config.unit_tokens)
+    records, cache, _ = decode(model, "triton", prompts=[PROMPTS[0][:382]], steps=4, units=5)
+    assert [key[2] for key in cache.steps] == [5]
     same(records, decode(model, "arrays", prompts=[PROMPTS[0][:382]], steps=4)[0], 2e-4)
 
 

@@ -11,7 +11,7 @@ from eps_cuda.kernels.units import round_query
 from eps_cuda.kernels.write import write_token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_units"])
 def _prepare(
     k, v, slots, k_pool, v_pool, finite, valid, codes, scale, second, second_scale, unit_mean, unit_mean_scale, more,
     rest, k_token, k_head, v_token, v_head, q, signs, halves, inverses, head_sums, integers, steps, table, anchors,

@@ -100,7 +100,7 @@ def round_query(
     tl.store(steps + head, tl.where(step < float("inf"), step, float("nan")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_units"])
 def _round_queries(
     q, signs, halves, inverses, head_sums, integers, steps, k_pool, table, anchors, planes, sums, stride_b, stride_h,
     unit_stride, head_stride, table_units, kv_heads, inverse_root, counters,
