@@ -64,7 +64,7 @@ def sparse_attention(
             out, lse = backend.attend(cache, layer, q, plan, None) if dense is None else (dense(), None)
         if cache_config.has_bounds:
             stats.skipped_mass_bound = stats.output_error_bound = np.zeros((batch, kv_heads))
-    elif (at_once := _fused(backend, cache, layer, q, plan, clock is not None)) is not None:
+    elif (at_once := fused_sparse_attention(backend, cache, layer, q, plan, clock is not None)) is not None:
         at_once = at_once if passing else at_once.lasting()
         out, lse, selection = at_once.out, at_once.lse, at_once.selection
         pending["counts"], pending["skipped_mass"] = selection.counts, at_once.skipped
@@ -108,7 +108,9 @@ def sparse_attention(
     return out, read
 
 
-def _fused(backend: Backend, cache: Any, layer: int, q: Array, plan: StepPlan, timed: bool) -> FusedRead | None:
+def fused_sparse_attention(
+    backend: Backend, cache: Any, layer: int, q: Array, plan: StepPlan, timed: bool
+) -> FusedRead | None:
     """The layer by one kernel that does what the parts do; None where there is none."""
     kernel: Any = backend.kernel_of(cache, "attend_fused")
     found: FusedRead | None = None if kernel is None or (timed and not kernel.timed) else kernel(cache, layer, q, plan)
