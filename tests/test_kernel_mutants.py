@@ -92,8 +92,8 @@ def score(name: str, factor: float = 1.0) -> Check:
 
 TRITON: dict[str, tuple[str, str, str, Check]] = {
     "reads one token past the end": ("attend", "position < length)", "position <= length)", attend()),
-    "interleaves query heads": (
-        "attend", "head = pair.to(tl.int64) * R + r", "head = (b * HKV * R + r * HKV + h).to(tl.int64)", attend()),
+    "turns query heads round": (
+        "attend", "head = pair.to(tl.int64) * R + r", "head = pair.to(tl.int64) * R + R - 1 - r", attend()),
     "takes K's scale for V's": (
         "attend", "load_values(v, row, value_scale,", "load_values(v, row, key_scale,", attend(CODES)),
     "keeps old sums unscaled": ("attend", "acc = acc * shrink[:, None]", "acc = acc * 1.0", splits),

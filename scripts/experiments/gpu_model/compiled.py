@@ -8,15 +8,20 @@ bfloat16, codes of single tokens read at once. AMD GPUs have no products of bits
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[3] / folder) for folder in ("scripts", "tests")]
 
+import click  # noqa: E402
 from shared import markdown_table  # noqa: E402
+
+from eps_core.errors import exit_code  # noqa: E402
 
 TARGETS = (*(("cuda", arch, 32) for arch in (80, 86, 89, 90)), ("hip", "gfx942", 64))
 
 
+@click.command()
 def main() -> None:
     import triton_interpreter  # noqa: F401  before any module that holds kernels
     from test_triton_attend import merge_job, split_job
@@ -33,13 +38,17 @@ def main() -> None:
     of_units = JOBS["whole codes and rescoring bits"]
 
     def jobs_for(vendor: str) -> dict[str, Job]:
+        choice = {
+            name: replace(one, constants=one.constants | {"HIP": vendor == "hip"})
+            for name, one in SELECTION.items() if "HIP" in one.constants
+        }  # fmt: skip
         scores = {"scores": of_bits if vendor == "cuda" else for_amd(of_units)}
         return {
             "`_prepare`": start_job(vendor), **{f"`{one.kernel}`": one for one in scores.values()},
-            "`_count_bins`": SELECTION["bins"], "`_find_threshold`": SELECTION["threshold"],
+            "`_count_bins`": choice["bins"], "`_find_threshold`": choice["threshold"],
             "`attend_best_kernel`": best_job(vendor, "bf16", 128, 4, 1, "bf16"),
             "`write_kernel`": job_of(written, vendor), "`_round_queries`": JOBS["queries"],
-            "`_list`": SELECTION["list"],
+            "`_list`": choice["list"],
             "`attend_split_kernel`": split_job(vendor, "bf16", 128, 4, 1, True, "bf16"),
             "`merge_kernel`": merge_job(128),
         }  # fmt: skip
@@ -59,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))
