@@ -74,7 +74,6 @@ def test_attends_to_what_would_be_listed(name, monkeypatch) -> None:
     monkeypatch.setattr(best, "MERGED_RUNS", 4)
     for size, value in {"CHUNK": 128, "SAMPLE": 32, "BINS": 16, "CANDIDATES": 32}.items():
         monkeypatch.setattr(select, size, value)
-    monkeypatch.setattr(best, "CANDIDATES", 32)
     for run, most_splits in ((1024, 64), (64, 64), (64, 3)):
         monkeypatch.setattr(best, "RUN_GROUPS", run)
         monkeypatch.setattr(best, "MOST_SPLITS", most_splits)
@@ -103,7 +102,7 @@ def best_job(vendor: str, dtype: str, head_dim: int, repeat: int, size: int, q_d
     constants = held["constants"] | {
         "HKV": 8, "R": repeat, "D": head_dim, "U": max(64, size), "S": size,
         "WIDE_Q": dtype != "fp32" and dtype != q_dtype, **attend_module.padding(repeat, head_dim),
-        "BLOCK_N": chosen.block_tokens, "RUN": best.RUN_GROUPS, "CANDIDATES": best.CANDIDATES, "SINK_RECENT": True,
+        "BLOCK_N": chosen.block_tokens, "RUN": best.RUN_GROUPS, "PIECE": best.PIECE_GROUPS, "SINK_RECENT": True,
         "R_POWER": repeat, "BLOCK_S": max(best.MERGED // (repeat * head_dim), 1), "RUNS": best.MERGED_RUNS,
         "HIP": vendor == "hip",
         **{name: getattr(select, name) for name in ("BINS", "COUNTERS", "STATE", "SCALES")},
@@ -118,7 +117,7 @@ def test_compiles_for_gpus_that_need_not_be_here() -> None:
         ("bf16", 128, 4, 1, "bf16"), ("bf16", 64, 8, 2, "fp32"), ("fp16", 256, 4, 16, "fp16"),
         ("bf16", 128, 16, 1, "bf16"), ("fp32", 128, 4, 2, "fp32"),
     ]  # fmt: skip
-    check_compiled(lambda vendor: [best_job(vendor, *shape) for shape in shapes], [], 16)
+    check_compiled(lambda vendor: [best_job(vendor, *shape) for shape in shapes], [], 0)
     others = (("cuda", 86, 32), ("cuda", 89, 32))
     for one in compile_ahead([best_job("cuda", *shapes[0]), start_job("cuda")], others):
         assert all(made.spilled_bytes == 0 for made in one), one

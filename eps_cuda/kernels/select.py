@@ -8,7 +8,8 @@ hand. The program of a round that comes last (a ticket tells) does what needs al
    a sample of the row, a quarter of them below its mean. The last one finds the interval of the K-th largest.
 2. `_find_threshold`: each program copies what its run has in that interval, half a percent of a row as a rule, to a
    list of candidates in any order. The last one halves the interval of keys in which the K-th largest of them lies
-   until exactly as many reach its lower end as are still needed, or one key is left, whose ties go to the lower index.
+   until exactly as many reach its lower end as are still needed, or one key is left, whose ties go to the lower index:
+   then it halves the groups until the last of them that is taken is found.
 3. `_list`: each program writes what its run has from the threshold on behind what the runs before it have.
 
 The lists are exact whatever the intervals were: if all estimates lie in one of them (they are equal, or a few are
@@ -31,7 +32,7 @@ BINS = 128
 CANDIDATES = 1024  # that are taken at a time
 LIST_BLOCK = 4096  # groups that `compact` takes at a time
 COUNTERS = 5  # of a row behind the bins: always selected groups, candidates, tickets of two rounds and of attention
-STATE = 4  # numbers of a row that a round leaves the next: its interval, what lies above it, what is taken, ties taken
+STATE = 4  # numbers of a row that a round leaves the next: its interval, what lies above it, how many, a last group
 SCALES = 6  # the sample's least, mean, intervals a unit below and above it, and the two thresholds
 FEW_PROGRAMS = 512  # so few of them do not fill a GPU: each then has twice the warps, which the last ones wait for less
 SIZES = ["groups", "num_sink_tokens", "num_recent_tokens", "min_context", "width", "chunks"]
@@ -99,6 +100,12 @@ def _of_key(key):
 def _join(least, most, total, number, other_least, other_most, other_total, other_number):
     """Return the least, the greatest, the sum and the number of two samples."""
     return tl.minimum(least, other_least), tl.maximum(most, other_most), total + other_total, number + other_number
+
+
+@triton.jit
+def is_taken(value, g, low, high, last):
+    """Return which of the values of groups g are chosen, by a row's two thresholds and its last group at the lower."""
+    return (value >= high) | ((value >= low) & (g <= last))
 
 
 @triton.jit
@@ -188,7 +195,7 @@ def _find_threshold(
     CANDIDATES: tl.constexpr, HIP: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Leaves in `chunk_counts` how many of each run lie above the interval, and in `scales` two values: what reaches
-    the higher is taken, and of what reaches the lower alone as many as `state` says, the lower indices first."""
+    the higher is taken, and of what reaches the lower alone the groups up to the one that `state` says."""
     wait(OVERLAP)
     INFINITE: tl.constexpr = 0x7F800000
     LOWEST: tl.constexpr = -0x80000000
@@ -250,7 +257,24 @@ def _find_threshold(
         # past +inf is NaN, which nothing reaches
         tl.store(scales + 4, _of_key(low.to(tl.int32)))
         tl.store(scales + 5, _of_key(high.to(tl.int32)))
-        tl.store(state + 3, want - taken)
+        # the last of those that reach the lower one alone: all of them, or as many as are wanted of equal ones
+        need = want - taken
+        before, last = groups * 0 - 1, groups + 0
+        if reach != want:
+            last = tl.where(need > 0, groups - 1, -1)
+            while last - before > 1:
+                middle = before + (last - before) // 2
+                count = need * 0
+                for begin in range(0, number, CANDIDATES):
+                    inside = begin + i < number
+                    key = _keys(tl.load(candidates + begin + i, mask=inside, other=0.0, cache_modifier=".cg"))
+                    group = tl.load(candidate_groups + begin + i, mask=inside, other=0, cache_modifier=".cg")
+                    tie = inside & (key >= low.to(tl.int32)) & (key.to(tl.int64) < high) & (group <= middle)
+                    count += tl.sum(tie.to(tl.int32), axis=0)
+                enough = count >= need
+                last = tl.where(enough, middle, last)
+                before = tl.where(enough, before, middle)
+        tl.store(state + 3, last)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -267,39 +291,31 @@ def _list(
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
     estimate_row = estimate + row.to(tl.int64) * groups
     state += row * STATE
-    want, room = tl.load(state + 2), tl.load(state + 3)
+    want, last = tl.load(state + 2), tl.load(state + 3)
     low, high = tl.load(scales + row * SCALES + 4), tl.load(scales + row * SCALES + 5)
     number = tl.load(counters + row * (BINS + COUNTERS) + BINS + 1)
 
-    # what the runs before this one have: above the interval, at the higher value and at the lower one
+    # what the runs before this one have: above the interval, and in it
     i, run_start = tl.arange(0, CANDIDATES), chunk * CHUNK
-    earlier_counts = tl.zeros((CANDIDATES,), tl.int32)
+    earlier = tl.zeros((CANDIDATES,), tl.int32)
     for begin in range(0, chunk, CANDIDATES):
-        earlier_counts += tl.load(chunk_counts + row * chunks + begin + i, mask=begin + i < chunk, other=0)
-    # both counts in one number: a row has fewer than 2^31 groups
-    both = earlier_counts.to(tl.int64)
+        earlier += tl.load(chunk_counts + row * chunks + begin + i, mask=begin + i < chunk, other=0)
     for begin in range(0, number, CANDIDATES):
         place = row.to(tl.int64) * groups + begin + i
         inside = begin + i < number
-        earlier = tl.load(candidate_groups + place, mask=inside, other=0x7FFFFFFF) < run_start
+        group = tl.load(candidate_groups + place, mask=inside, other=0x7FFFFFFF)
         value = tl.load(candidates + place, mask=inside, other=float("nan"))
-        both += (earlier & (value >= high)).to(tl.int64)
-        both += (earlier & (value >= low) & ~(value >= high)).to(tl.int64) << 32
-    before = tl.sum(both, axis=0)
-    sure_before, between_before = before.to(tl.int32), (before >> 32).to(tl.int32)
+        earlier += ((group < run_start) & is_taken(value, group, low, high, last)).to(tl.int32)
 
     g = run_start + tl.arange(0, CHUNK)
     value = values_of(
         estimate_row, g, run_start, run_start + CHUNK - 1, groups, length, num_sink_tokens, num_recent_tokens,
         min_context, S, SINK_RECENT,
     )  # fmt: skip
-    sure, reaches = value >= high, value >= low
-    # both counts in one scan: a run has fewer than 2^15 groups
-    ranks = tl.cumsum(tl.where(sure, 1, tl.where(reaches, 1 << 16, 0)), axis=0)
-    rank = between_before + (ranks >> 16)
-    taken = sure | (reaches & (rank <= room))
+    taken = is_taken(value, g, low, high, last)
+    rank = tl.sum(earlier, axis=0) + tl.cumsum(taken.to(tl.int32), axis=0)
     out_row = out_groups + row.to(tl.int64) * width
-    tl.store(out_row + (sure_before + (ranks & 0xFFFF) + tl.minimum(rank, room) - 1), g, mask=taken)
+    tl.store(out_row + rank - 1, g, mask=taken)
     if selected_mask is not None:
         tl.store(selected_mask + row.to(tl.int64) * groups + g, taken.to(tl.uint8), mask=g < groups)
     release(OVERLAP)

@@ -12,7 +12,7 @@ follows the bandwidth.
 
 `--fused` puts the parts of nine measured launches together as five take them. A token is written beside the rounding
 of its query. Scores make the means, by compiled instructions 26 more of 399 for 64 tokens and 245 once a program, at
-CYCLES each. Attention takes the work of listing by 1,652 instructions for 1,915, and merges as the kernel did that did
+CYCLES each. Attention takes the work of listing by 1,368 instructions for 1,915, and merges as the kernel did that did
 nothing else; its programs are taken for equally busy. Counters are cleared on the way.
 
 All of these are estimates. AMD's and Apple's kernels are other ones (no products of bits, a launch of MLX costs some 4
@@ -38,7 +38,7 @@ COPIED = 0.865  # of a data sheet's bandwidth, as measured on the H200
 BYTES = {"_score_bits": 38.0, "_score_means": 1.3, "_count_bins": 4.0, "_find_threshold": 0.1, "_list": 5.0,
          "attend_split_kernel": float(KV_BYTES)}  # fmt: skip
 EXPLAINED = 2 / 3
-MORE_SCORING, MORE_ONCE, CYCLES, LISTING = 1 + 26 / 399, 245, 5, 1652 / 1915  # of `--fused`
+MORE_SCORING, MORE_ONCE, CYCLES, LISTING = 1 + 26 / 399, 245, 5, 1368 / 1915  # of `--fused`
 
 
 class Device(NamedTuple):
