@@ -29,7 +29,7 @@ from eps_cuda.cache import Cache, span
 from eps_cuda.capture import captured
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
-from eps_cuda.kernels.select import Depth
+from eps_cuda.kernels.score import Depth
 from eps_cuda.ops import OPS
 
 BUCKET_TOKENS = 4096  # tables of longer sequences than others are padded to whole multiples of this

@@ -41,7 +41,7 @@ from eps_cuda.device import DTYPES
 from eps_cuda.graph import BUCKET_TOKENS, attend_static
 from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.dispatch import Attended
-from eps_cuda.kernels.select import Depth
+from eps_cuda.kernels.score import Depth
 from eps_cuda.ops import OPS
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -18,7 +18,7 @@ import eps_cuda
 from eps_core.attention.protocol import Scores, Selection
 from eps_cuda.kernels import attend as attend_module
 from eps_cuda.kernels import attend_best as best
-from eps_cuda.kernels import select
+from eps_cuda.kernels import select, thresholds
 
 HEAD_DIM = 16
 
@@ -57,11 +57,11 @@ def check(settings: dict, dtype=torch.float32, q_dtype=torch.float32, atol=2e-5)
         estimate, wanted, lengths, **dict(zip(names, selectable, strict=True)), width=width
     )
     want = attend_module.attend_groups(q, k, v, table, lengths, listed, counts, group_size=selectable[0])
-    found = select.find_thresholds(estimate, lengths, wanted, width, selectable)
+    found = thresholds.find_thresholds(estimate, lengths, wanted, width, selectable)
     out, lse, skipped = best.attend_best(q, k, v, table, lengths, estimate, found, with_lse=True)
     for got, right in zip((out, lse), want, strict=True):
         torch.testing.assert_close(got, right, rtol=0, atol=atol)
-    one, _, other = best.attend_best(q, k, v, table, lengths, estimate, select.find_thresholds(
+    one, _, other = best.attend_best(q, k, v, table, lengths, estimate, thresholds.find_thresholds(
         estimate, lengths, wanted, width, selectable))  # fmt: skip
     assert torch.equal(one, out) and torch.equal(other, skipped)
     scores = Scores(estimate, None, None, np.zeros(len(lengths), np.int64))
@@ -73,7 +73,7 @@ def check(settings: dict, dtype=torch.float32, q_dtype=torch.float32, atol=2e-5)
 def test_attends_to_what_would_be_listed(name, monkeypatch) -> None:
     monkeypatch.setattr(best, "MERGED_RUNS", 4)
     for size, value in {"CHUNK": 128, "SAMPLE": 32, "BINS": 16, "CANDIDATES": 32}.items():
-        monkeypatch.setattr(select, size, value)
+        monkeypatch.setattr(thresholds, size, value)
     for run, most_splits in ((1024, 64), (64, 64), (64, 3)):
         monkeypatch.setattr(best, "RUN_GROUPS", run)
         monkeypatch.setattr(best, "MOST_SPLITS", most_splits)
@@ -105,7 +105,7 @@ def best_job(vendor: str, dtype: str, head_dim: int, repeat: int, size: int, q_d
         "BLOCK_N": chosen.block_tokens, "RUN": best.RUN_GROUPS, "PIECE": best.PIECE_GROUPS, "SINK_RECENT": True,
         "R_POWER": repeat, "BLOCK_S": max(best.MERGED // (repeat * head_dim), 1), "RUNS": best.MERGED_RUNS,
         "HIP": vendor == "hip",
-        **{name: getattr(select, name) for name in ("BINS", "COUNTERS", "STATE", "SCALES")},
+        **{name: getattr(thresholds, name) for name in ("BINS", "COUNTERS", "STATE", "SCALES")},
     }  # fmt: skip
     types = held["types"] | {"q": f"*{q_dtype}", "out": f"*{q_dtype}"}
     options = {"num_warps": chosen.num_warps, "num_stages": attend_module.STAGES[vendor]}
@@ -123,4 +123,4 @@ def test_compiles_for_gpus_that_need_not_be_here() -> None:
         assert all(made.spilled_bytes == 0 for made in one), one
     (made,) = compile_ahead([best_job("hip", *shapes[0])], TARGETS[2:])[0]
     waits = re.findall(r"#ASMSTART\s+s_waitcnt vmcnt\(0\)(?:.*\n)*?.*s_barrier", made.text)
-    assert len(waits) == 2, "of its own groups, and of its part before the others are told"
+    assert len(waits) == 2, "a program waits before it reads its own groups, and before it tells the others of its part"

@@ -8,24 +8,25 @@ from test_triton_attend import DEVICE, TRITON
 from triton_aot import compile_ahead, job
 
 from eps_cuda.kernels import select as select_kernels
+from eps_cuda.kernels import thresholds
 
 
 @pytest.mark.parametrize("name", TOPK)
 def test_rows_of_many_runs_and_many_candidates(name, monkeypatch) -> None:
     for size, value in {"CHUNK": 128, "SAMPLE": 32, "BINS": 16, "CANDIDATES": 32}.items():
-        monkeypatch.setattr(select_kernels, size, value)
+        monkeypatch.setattr(thresholds, size, value)
     check_topk(TRITON, DEVICE, **TOPK[name])
 
 
 SIZES = {
     "S": 1, "SINK_RECENT": True, "HIP": False,
-    **{name: getattr(select_kernels, name) for name in ("CHUNK", "BINS", "COUNTERS", "STATE", "SCALES")},
+    **{name: getattr(thresholds, name) for name in ("CHUNK", "BINS", "COUNTERS", "STATE", "SCALES")},
 }  # fmt: skip
-COUNTED, AT_ONCE = ({name: getattr(select_kernels, name)} for name in ("SAMPLE", "CANDIDATES"))
+COUNTED, AT_ONCE = ({name: getattr(thresholds, name)} for name in ("SAMPLE", "CANDIDATES"))
 JOBS = {
-    "bins": job(select_kernels._count_bins, SIZES | COUNTED),
-    "bins of finite": job(select_kernels._count_bins, SIZES | COUNTED | {"SINK_RECENT": False}),
-    "threshold": job(select_kernels._find_threshold, SIZES | AT_ONCE),
+    "bins": job(thresholds._count_bins, SIZES | COUNTED),
+    "bins of finite": job(thresholds._count_bins, SIZES | COUNTED | {"SINK_RECENT": False}),
+    "threshold": job(thresholds._find_threshold, SIZES | AT_ONCE),
     "list": job(select_kernels._list, SIZES | AT_ONCE),
     "compact": job(select_kernels._compact, {"LIST": 4096}, num_warps=8),
 }

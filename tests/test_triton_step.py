@@ -25,7 +25,7 @@ from eps_core.errors import ConfigError
 from eps_core.kv_cache.pool import PagePool
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_cuda import graph
-from eps_cuda.kernels import dispatch
+from eps_cuda.kernels import dispatch, thresholds
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.ops import OPS
@@ -262,9 +262,9 @@ def test_a_layer_alone_is_its_parts(model, monkeypatch, name, launches) -> None:
     q = torch.randn((2, decoder.spec.num_heads, cache.spec.head_dim), device=DEVICE)
     # more groups of the second layer are without a summary; counters come as they are
     invalidate(OPS, cache, 1, step.places["table"][:, 1].astype(np.int64) * 64)
-    make = select_kernels.new_counters
+    make = thresholds.new_counters
     with monkeypatch.context() as patched:
-        patched.setattr(select_kernels, "new_counters", lambda *shape: make(*shape).fill_(7))
+        patched.setattr(thresholds, "new_counters", lambda *shape: make(*shape).fill_(7))
         found = [sparse_attention(eps_cuda, cache, layer, q, plan) for layer in range(2)]
     for layer, (out, read) in enumerate(found):
         scores = eps_cuda.score(cache, layer, q, plan)

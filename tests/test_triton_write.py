@@ -27,7 +27,7 @@ from eps_core.summaries.table import fields
 from eps_cuda import write_kv
 from eps_cuda.cache import Cache, new_cache
 from eps_cuda.device import DTYPES
-from eps_cuda.kernels import bits, prepare, select, write
+from eps_cuda.kernels import bits, prepare, thresholds, write
 from eps_cuda.ops import OPS
 
 MARGIN = 256  # bytes before and after each pool that must stay as they are
@@ -347,7 +347,7 @@ def job_of(case: Case, vendor: str = "cuda", kernel: Any = write.write_kernel, *
 def start_job(vendor: str) -> Job:
     """The launch that begins a captured step with a GPU's default."""
     case = Case(128, 1, "bfloat16", rescore=1.0)
-    counters = select.BINS + select.COUNTERS
+    counters = thresholds.BINS + thresholds.COUNTERS
     return job_of(
         case, vendor, prepare._prepare, R=4, STEPS=QUERY_STEPS, SPREAD=ANCHOR_SPREAD, PLANES=bits.PLANES,
         COUNTERS=counters, COUNTERS_PADDED=256,

@@ -46,11 +46,10 @@ def sparse_attention(
     `plan` says. K and V of the step are in `cache` already.
 
     Where every group would be read (`StepPlan.reads_all`) nothing is scored; `dense`, where given, attends then: out
-    [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `audit` reads
-    everything in addition, for the true share that was left out; its bytes are counted nowhere. `clock` times pre-pass
-    and attention, at the cost of a wait each, and of the parts where one kernel that does all does
-    not say when they begin. `passing`: `selection` and `lse` of what was read are valid only until
-    the next layer's call, which saves copies."""
+    [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `audit` reads everything in
+    addition, for the true share that was left out; its bytes are counted nowhere. `clock` times pre-pass and attention,
+    at the cost of a wait each, and of the parts where a kernel of the whole layer is not `timed`. `passing`:
+    `selection` and `lse` of what was read are valid only until the next layer's call, which saves copies."""
     config, cache_config, spec = plan.config, cache.cache_config, cache.spec
     batch, kv_heads = len(plan.lengths), spec.num_kv_heads
     read = dense_read(cache, plan)

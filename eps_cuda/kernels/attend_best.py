@@ -1,9 +1,10 @@
 """Attention over the best groups where they lie, in one launch once their thresholds are known: no list is made.
 
-Each program looks through pieces of a row's groups, lists those that are taken (see `select`), attends to their tokens
-as `attend` does, and stores its part. The program of a (sequence, kv head) that comes last merges all parts. What is
-taken lies in clusters, recent tokens above all, so neighbouring pieces go to different programs: with 8,000 tokens of
-SmolLM2 the busiest of 8 then attends to 1.15 times the mean, where one of 8 parts in a row attends to 4.0 times it.
+Each program looks through pieces of a row's groups, lists those that are taken (see `thresholds`), attends to their
+tokens as `attend` does, and stores its part. The program of a (sequence, kv head) that comes last merges all parts.
+What is taken lies in clusters, recent tokens above all, so neighbouring pieces go to different programs: with 8,000
+tokens of SmolLM2 the busiest of 8 then attends to 1.15 times the mean, where one of 8 parts in a row attends to 4.0
+times it.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch import Tensor
 from eps_cuda.kernels.arguments import check_layout, check_shapes, pool_constants
 from eps_cuda.kernels.attend import HALVES, attend_tokens, padding, plan, processors, store_part
 from eps_cuda.kernels.overlap import release, wait
-from eps_cuda.kernels.select import SIZES, Thresholds, barrier, is_last, is_taken, values_of
+from eps_cuda.kernels.thresholds import SIZES, Thresholds, barrier, is_last, is_taken, values_of
 
 # Change speed only
 RUN_GROUPS = 1024  # that are looked at at a time

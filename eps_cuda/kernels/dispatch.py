@@ -21,11 +21,12 @@ from eps_cuda.cache import Cache, span
 from eps_cuda.kernels import attend as attend_kernels
 from eps_cuda.kernels import rows as rows_kernels
 from eps_cuda.kernels import select as select_kernels
+from eps_cuda.kernels import thresholds
 from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels import write as write_kernels
 from eps_cuda.kernels.attend_best import attend_best
 from eps_cuda.kernels.prepare import prepare
-from eps_cuda.kernels.select import Depth
+from eps_cuda.kernels.score import Depth
 from eps_cuda.kernels.write import UnitPools, write_tokens
 from eps_cuda.ops import OPS
 
@@ -70,7 +71,7 @@ class Attended:
     skipped: Tensor  # [B, Hkv] float32: the estimated share of the softmax left unread
     estimate: Tensor
     lengths: Tensor
-    found: select_kernels.Thresholds
+    found: thresholds.Thresholds
     width: int
 
     def listed(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +139,7 @@ def attend_rounded(
             config.cache_config.S, selection_config.num_sink_tokens, selection_config.num_recent_tokens,
             selection_config.min_context,
         )  # fmt: skip
-        found = select_kernels.find_thresholds(estimate, lengths, wanted, width, selectable, counters)
+        found = thresholds.find_thresholds(estimate, lengths, wanted, width, selectable, counters)
     with span("eps.attention", cache):
         read = attend_best(q, *cache.plain(layer), table, lengths, estimate, found, with_lse)
     return Attended(*read, estimate, lengths, found, width)
@@ -150,7 +151,7 @@ def attend_layer(
 ) -> Attended:  # fmt: skip
     """`attend_rounded` for q [B, Hq, D] as it is."""
     q = q.contiguous()
-    counters = select_kernels.new_counters(len(q) * cache.spec.num_kv_heads, q.device)
+    counters = thresholds.new_counters(len(q) * cache.spec.num_kv_heads, q.device)
     by = rounding_of(cache, layer, q, table, depth, config.selection_config)
     query = unit_kernels.round_queries(q, **by, counters=counters)
     return attend_rounded(config, cache, layer, q, query, counters, table, lengths, wanted, depth, width)
@@ -232,7 +233,7 @@ def begin(
 ) -> tuple[unit_kernels.Query, Tensor]:  # fmt: skip
     """`write` of a step's tokens, its query q [B, Hq, D] rounded, and cleared counters for its choice, in one launch;
     K as it is."""
-    counters = select_kernels.new_counters(len(q) * cache.spec.num_kv_heads, q.device)
+    counters = thresholds.new_counters(len(q) * cache.spec.num_kv_heads, q.device)
     by = rounding_of(cache, layer, q, table, depth, selection_config)
     query, rounded = unit_kernels.rounding(q, **by, counters=counters)
     written, num_warps = write_kernels.writing(**writing_of(cache, layer, k, v, slots, tentative_finite))

@@ -181,6 +181,16 @@ def _estimate(
 
 
 @dataclass(frozen=True)
+class Depth:
+    """Counts of groups, per sequence and kv head, of which a step reads so much of a code: counts [B] int32 on the
+    device, and the most that they can be, which the host knows before a step is captured. 0: none."""
+
+    cascaded: tuple[tuple[Tensor, int], ...]  # each part after the first
+    rescored: tuple[Tensor, int]  # the rescoring bit
+    at_once: bool = False  # whole codes and rescoring bits of all groups
+
+
+@dataclass(frozen=True)
 class Query:
     """Query heads as kernels of codes take them: `units.round_queries`."""
 

@@ -27,6 +27,7 @@ from eps_cuda.kernels.finalize import TO_INTEGER, _rotate
 from eps_cuda.kernels.overlap import overlap, release, wait
 from eps_cuda.kernels.score import (
     MEANS,
+    Depth,
     Query,
     _add_bits,
     _columns,
@@ -38,7 +39,7 @@ from eps_cuda.kernels.score import (
     in_halves,
     score_means,
 )
-from eps_cuda.kernels.select import Depth, select_best
+from eps_cuda.kernels.select import select_best
 from eps_cuda.kernels.write import LEAST_WIDTH
 
 # Change speed only. Programs of one warp wait for no other; each takes so much that all of them run at once, and what

@@ -1,4 +1,4 @@
-"""How often a forward waits for a device: metadata that acts as if it lay on a GPU, in an engine on a CPU.
+"""Count how often a forward waits for a device: an engine runs on a CPU, and its metadata acts as if it lay on a GPU.
 
 `OnDevice` notes every way to bring values to the host, which copies nothing on a CPU and would go unseen.
 """

@@ -1,4 +1,5 @@
-"""What a forward's rows are, without an engine: padding, what is read once, and keys that the model writes itself."""
+"""Test the rows of a forward without an engine: padding is left out, slots are read once, and a model that writes K and
+V itself stays dense."""
 
 from types import SimpleNamespace
 from typing import Any
