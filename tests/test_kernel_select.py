@@ -155,11 +155,13 @@ def test_topk_counts_none_fewer_than_always_selected_and_more_than_all(launches)
     lengths = np.array([5], np.int32)
 
     def listed(count: int, first: int, least: int) -> list[int]:
-        groups, counts, _ = launches.call(
+        groups, counts, selected_mask = launches.call(
             "select_topk", estimate, np.array([count], np.int32), lengths, group_size=1, num_sink_tokens=first,
             num_recent_tokens=0, min_context=least, width=6,
         )  # fmt: skip
-        return groups[0, 0, : counts[0, 0]].tolist()
+        found: list[int] = groups[0, 0, : counts[0, 0]].tolist()
+        assert np.flatnonzero(selected_mask[0, 0]).tolist() == found
+        return found
 
     for count, expected in ((0, []), (1, [0]), (2, [0, 1]), (3, [0, 1, 3]), (4, [0, 1, 3, 4]), (9, [0, 1, 2, 3, 4])):
         if launches.kernels == "triton" or 0 < count < 9:  # Metal's lists have a place for each that is asked for
