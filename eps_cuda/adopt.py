@@ -9,6 +9,7 @@ from eps_cuda.cache import Cache
 from eps_cuda.ops import OPS
 
 
+@torch.inference_mode()
 def forget(cache: Cache) -> None:
     """Forget all summaries of the cache: its pools are written by others from here on. The centroid of codes, once
     found, stays."""

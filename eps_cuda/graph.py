@@ -33,7 +33,6 @@ from eps_cuda.kernels.score import Depth
 from eps_cuda.ops import OPS
 
 BUCKET_TOKENS = 4096  # tables of longer sequences than others are padded to whole multiples of this
-MOST_WIDER = 4  # times these that a table is as wide as the pool allows: what is never there costs time, too
 MAX_GRAPHS = 8  # of one cache, by model, batch, table width and what is read; the oldest goes first
 
 
@@ -171,26 +170,25 @@ class StaticStep:
 
 def attend_static(
     config: EpsConfig, cache: Cache, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Any, depth: Depth, width: int,
-    tentative_finite: Tensor | None = None,
+    tentative_finite: Tensor | None = None, into: dispatch.Into | None = None,
 ) -> dispatch.Attended:  # fmt: skip
     """One layer's sparse attention: write (see `dispatch.write`), score, choose and attend, from device arrays alone,
-    those of `at` (`StaticStep.buffers`)."""
+    those of `at` (`StaticStep.buffers`). `into`: see `dispatch.attend_rounded`."""
     q = q.contiguous()
     query, counters = dispatch.begin(
         cache, layer, q, k, v, at.slots, at.table, depth, config.selection_config, tentative_finite
     )
     read = at.table, at.lengths, at.wanted, depth, width
-    return dispatch.attend_rounded(config, cache, layer, q, query, counters, *read, with_lse=False)
+    return dispatch.attend_rounded(config, cache, layer, q, query, counters, *read, with_lse=False, into=into)
 
 
 def _static(model: Any, cache: Cache, plan: StepPlan, sparse: bool, draft: bool = False) -> StaticStep:
     """The kept step for tables of at least this width, or a new one: as wide as the pool allows for sequences of one
-    length where that is not far more, so that one step serves a whole generation."""
+    length, so that one step serves a whole generation. Kernels pass over what is past a sequence's end."""
     batch, num_units = plan.table.shape
     config = plan.config if sparse else None
     share, bucket = cache.spec.num_units // batch, BUCKET_TOKENS // cache.cache_config.unit_tokens
-    padded = -(-num_units // bucket) * bucket
-    num_units = share if num_units <= share <= MOST_WIDER * padded else padded
+    num_units = share if num_units <= share else -(-num_units // bucket) * bucket
     key = (id(model), batch, num_units, config, draft)
     static = cache.steps.pop(key, None)
     if static is None or static.owner() is not model:

@@ -101,7 +101,7 @@ TRITON: dict[str, tuple[str, str, str, Check]] = {
     "sees the next row": ("rows", "length - num_rows + row + 1", "length - num_rows + row + 2", rows),
     "leaves NaN in unseen values": ("rows", "value = tl.where(finite, value, 0.0)",
                                     "value = tl.where(finite, value, value)", unseen),
-    "takes a tie more": ("thresholds", "enough = count >= need", "enough = count > need", topk("ties")),
+    "takes a tie more": ("thresholds", "enough = ties >= need", "enough = ties > need", topk("ties")),
     "runs before forgotten": ("select", "earlier += tl.load(", "earlier += 0 * tl.load(",
                               topk("longer than a batch of loads")),
     "candidates of runs before forgotten": ("select", "earlier += ((group < run_start)",

@@ -88,6 +88,57 @@ def test_in_other_types_and_widths(q_dtype, head_dim, monkeypatch) -> None:
     check(TOPK["usual"], torch.bfloat16, q_dtype, 1e-5 if q_dtype == torch.float32 else 0.01)
 
 
+@pytest.mark.parametrize(("run", "chunk"), [(1024, 2048), (64, 128)])
+def test_tables_wider_than_a_sequence_and_sequences_of_nothing_change_nothing(run, chunk, monkeypatch) -> None:
+    """Captured steps have one table for all lengths: what lies past an end is read by nobody, and padding is empty."""
+    monkeypatch.setattr(best, "RUN_GROUPS", run)
+    monkeypatch.setattr(thresholds, "CHUNK", chunk)
+    (q, k, v, table, lengths, estimate, wanted), selectable = scene(spare=300)
+    ends = -(-lengths // selectable[0])
+    past = torch.arange(estimate.shape[2]) >= ends[:, None, None]
+    read = []
+    for fill, kept in ((-float("inf"), lengths), (1e9, lengths), (1e9, lengths * torch.tensor([1, 0]))):
+        one = torch.where(past, fill, estimate)
+        found = thresholds.find_thresholds(one, kept.int(), wanted, 4000, selectable)
+        read.append(best.attend_best(q, k, v, table, kept.int(), one, found, with_lse=True))
+    for first, second, third in zip(*read, strict=True):
+        assert torch.equal(first, second) and torch.equal(first[0], third[0])
+    out, lse, skipped = (part[1] for part in read[2])
+    assert (out == 0).all() and (lse == -float("inf")).all() and (skipped == 0).all()
+
+
+def test_all_that_is_always_selected_is_read_where_the_host_does_not_know_how_much_that_is() -> None:
+    (q, k, v, table, lengths, estimate, wanted), selectable = scene()
+    estimate[estimate == float("inf")] = 0
+    estimate[0, 1, 100:140] = float("inf")  # without a summary
+    read = {}
+    for name, wish, always in (("few", wanted * 0 + 3, True), ("cut off", wanted * 0 + 3, False), ("all", None, True)):
+        number = torch.tensor([2**20, 2**20], dtype=torch.int32) if wish is None else wish
+        state = torch.full((4, thresholds.STATE), -1, dtype=torch.int32)
+        out, skipped = torch.zeros(q.shape, dtype=torch.bfloat16), torch.zeros(2, 2)
+        found = thresholds.find_thresholds(estimate, lengths, number, 2**20, selectable, state=state, always=always)
+        assert found.state is state
+        read[name] = best.attend_best(q, k, v, table, lengths, estimate, found, out=out, skipped=skipped)
+        assert read[name][0] is out and read[name][2] is skipped
+        read[name] = out, skipped, state[:, 2].tolist(), state[:, 4].tolist()
+    size, sinks, recent, _ = selectable
+    ends = -(-lengths // size)
+    selected = (sinks // size + ends - (lengths - recent) // size).tolist()
+    always = [selected[0], selected[0] + 40, selected[1], selected[1]]
+    assert read["few"][2] == read["few"][3] == always and read["cut off"][2] == [3] * 4
+    assert read["all"][2] == ends.repeat_interleave(2).tolist() and (read["all"][1] == 0).all()
+    listed = select.select_topk(
+        estimate[:1, 1:].contiguous(), torch.tensor([always[1]], dtype=torch.int32), lengths[:1], group_size=size,
+        num_sink_tokens=sinks, num_recent_tokens=recent, min_context=0, width=2**10,
+    )  # fmt: skip
+    heads = slice(3, 6)  # of the second kv head
+    want, _ = attend_module.attend_groups(
+        q[:1, heads].contiguous(), k[:, 1:].contiguous(), v[:, 1:].contiguous(), table[:1], lengths[:1], *listed[:2],
+        group_size=size,
+    )  # fmt: skip
+    torch.testing.assert_close(read["few"][0][:1, heads].float(), want, rtol=0, atol=0.01)
+
+
 def test_programs_fill_large_gpus_and_take_whole_runs() -> None:
     for rows, groups in ((8, 32768), (32, 65536), (8, 131072), (64, 131072), (1, 1), (8, 1025)):
         runs_each, splits = best._split(rows, groups, 132)

@@ -327,10 +327,11 @@ def test_a_second_run_changes_nothing(model) -> None:
 def test_few_steps_are_kept(model, monkeypatch) -> None:
     monkeypatch.setattr(graph, "BUCKET_TOKENS", CONFIG.cache_config.unit_tokens)
     monkeypatch.setattr(graph, "MAX_GRAPHS", 1)
-    # from 382 tokens on the table grows by a unit within three steps
-    records, cache, _ = decode(model, "triton", prompts=[PROMPTS[0][:382]], steps=4)
+    # a sequence that is longer than its share of the pool: from 382 tokens on the table grows by a unit in three steps
+    prompts = [PROMPTS[0][:382], PROMPTS[0][:10]]
+    records, cache, _ = decode(model, "triton", prompts=prompts, steps=4, units=7)
     assert [key[2] for key in cache.steps] == [4]
-    same(records, decode(model, "arrays", prompts=[PROMPTS[0][:382]], steps=4)[0], 2e-4)
+    same(records, decode(model, "arrays", prompts=prompts, steps=4)[0], 2e-4)
 
 
 def test_one_step_serves_a_generation_that_the_pool_is_made_for(model, monkeypatch) -> None:

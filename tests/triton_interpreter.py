@@ -15,7 +15,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _mend() -> None:
     """The interpreter (3.7) keeps bfloat16 as the bits of a uint16. It multiplies these bits in `tl.dot`, and cuts
     float32 off where GPUs round it to the nearest. And it leaves products to a BLAS, whose sums take an order that
-    depends on the CPU and on how many rows there are: summed in float64 and rounded once, a row's bits are its own."""
+    depends on the CPU and on how many rows there are: summed in float64 and rounded once, a row's bits are its own.
+    Masks of a block and a number it leaves as int32, which 3.9 refuses."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -35,7 +36,18 @@ def _mend() -> None:
             return TensorHandle(values.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
         return cast(self, src, dst_type)
 
+    def of_masks(name, place):
+        access = getattr(InterpreterBuilder, name)
+
+        def run(self, *arguments):
+            arguments[place].data = arguments[place].data.astype(bool)
+            return access(self, *arguments)
+
+        setattr(InterpreterBuilder, name, run)
+
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = dot_of_values, cast_to_nearest
+    of_masks("create_masked_load", 1)
+    of_masks("create_masked_store", 2)
 
 
 def _hasten() -> None:

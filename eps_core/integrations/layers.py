@@ -157,6 +157,15 @@ class SparseAttention:
             step.reads[layer] = read
         return out
 
+    def add_step(self, cache: Any, plan: StepPlan, reads: dict[int, LayerRead]) -> None:
+        """Counts a step that was computed elsewhere: the reads of all its layers."""
+        with self._lock:
+            if id(cache) in self._steps:
+                self._end(self._steps[id(cache)])
+            self._begun += 1
+            self._steps[id(cache)] = step = _Step(cache, plan, False, reads)
+            self._end(step)
+
     def fall_back(self, cache: Any, layer: int, plan: StepPlan, reason: str) -> None:
         """Counts a sparse layer's call that the engine attends densely."""
         with self._lock:

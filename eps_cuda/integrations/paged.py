@@ -62,7 +62,7 @@ class PagedRuntime:
                 work()
                 return
             except Exception as error:
-                self._fail(error, "failed_writes")
+                self.fail(error, "failed_writes")
         plain()
 
     def mark_written(self, place: int, slots: np.ndarray) -> None:
@@ -75,21 +75,22 @@ class PagedRuntime:
         assert self.sparse is not None
         if self.lazy and self.sparse.on:
             try:
-                self._adopt(place, plan)
+                self.adopt(place, plan)
             except Exception as error:
-                self._fail(error, "failed_adoptions")
+                self.fail(error, "failed_adoptions")
                 self.sparse.fall_back(self.cache, place, plan, "error")
                 return dense()
         return self.sparse.attend(self.cache, place, q, plan, dense)
 
-    def _adopt(self, place: int, plan: StepPlan) -> None:
+    def adopt(self, place: int, plan: StepPlan) -> None:
+        """Summarise what a layer holds of a step's sequences without EPS having seen it written."""
         if not self.readable:
             return  # what has no summary is always selected
         missing = plan.missing(self.cache.state[place]).sum(axis=1)
         if (missing > plan.num_open).any():
             self.counts["tokens_adopted"] += adopt.adopt(self.cache, place, plan.table, plan.lengths)
 
-    def _fail(self, error: Exception, counter: str) -> None:
+    def fail(self, error: Exception, counter: str) -> None:
         """Count and log an error, and adopt everything again: what EPS did not write it does not know."""
         self.counts[counter] += 1
         line = fault_line(error)

@@ -18,7 +18,7 @@ from torch import Tensor
 from eps_cuda.kernels.arguments import check_layout, check_shapes, pool_constants
 from eps_cuda.kernels.attend import HALVES, attend_tokens, padding, plan, processors, store_part
 from eps_cuda.kernels.overlap import release, wait
-from eps_cuda.kernels.thresholds import SIZES, Thresholds, barrier, is_last, is_taken, values_of
+from eps_cuda.kernels.thresholds import SIZES, Thresholds, barrier, groups_of, is_last, is_taken, values_of
 
 # Change speed only
 RUN_GROUPS = 1024  # that are looked at at a time
@@ -54,32 +54,38 @@ def attend_best_kernel(
     STATE: tl.constexpr, SCALES: tl.constexpr, SINK_RECENT: tl.constexpr, R_POWER: tl.constexpr,
     BLOCK_S: tl.constexpr, RUNS: tl.constexpr, HIP: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Program (b * HKV + h, split): `runs_each` runs of pieces of a row, every `num_splits`th. It lists their groups in
-    its part of `own_groups` [B, Hkv, splits, runs_each * RUN]. A row's last program stores out, lse and skipped."""
+    """Program (b * HKV + h, split): at most `runs_each` runs of pieces of a row, every `splits`th, where so many of the
+    programs share what the sequence has. It lists their groups in its part of `own_groups` [B, Hkv, programs, runs_each
+    * RUN]. A row's last program stores out, lse and skipped."""
     wait(OVERLAP)
     pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = pair // HKV, pair % HKV
     length = tl.load(lengths + b)
+    all_groups = groups_of(length, groups, S, SINK_RECENT)
+    splits = tl.minimum(tl.maximum((all_groups + RUN - 1) // RUN, 1), num_splits)
+    if split >= splits:
+        return
+    own_runs = (all_groups + RUN * splits - 1) // (RUN * splits)
     estimate_row = estimate + pair.to(tl.int64) * groups
     counters += pair * (BINS + COUNTERS)
     last = tl.load(state + pair * STATE + 3)
     low, high = tl.load(scales + pair * SCALES + 4), tl.load(scales + pair * SCALES + 5)
 
+    masses += pair * num_splits * runs_each * 3
     own_groups += (pair.to(tl.int64) * num_splits + split) * runs_each * RUN
     count = last * 0
     i = tl.arange(0, RUN)
-    for run in range(runs_each):
-        first = (run * (RUN // PIECE) * num_splits + split) * PIECE
-        g = first + i // PIECE * num_splits * PIECE + i % PIECE
+    for run in range(own_runs):
+        first = (run * (RUN // PIECE) * splits + split) * PIECE
+        g = first + i // PIECE * splits * PIECE + i % PIECE
         value = values_of(
-            estimate_row, g, first, first + (RUN // PIECE - 1) * num_splits * PIECE + PIECE - 1, groups, length,
+            estimate_row, g, first, first + (RUN // PIECE - 1) * splits * PIECE + PIECE - 1, all_groups, length,
             num_sink_tokens, num_recent_tokens, min_context, S, SINK_RECENT,
         )  # fmt: skip
         taken = is_taken(value, g, low, high, last)
         ranks = tl.cumsum(taken.to(tl.int32), axis=0)
         tl.store(own_groups + count + ranks - 1, g, mask=taken)
-        place = (pair * num_splits + split) * runs_each + run
-        store_masses(masses + place * 3, estimate_row, g, groups, taken)
+        store_masses(masses + (split * own_runs + run) * 3, estimate_row, g, all_groups, taken)
         count += tl.sum(taken.to(tl.int32), axis=0)
     barrier(HIP)  # threads read what others stored
 
@@ -89,15 +95,15 @@ def attend_best_kernel(
     )  # fmt: skip
     store_part(part_out, part_lse, largest, total, acc, pair, split, num_splits, count > 0, R, D, R_PAD, D_PAD)
     release(OVERLAP)
-    if is_last(counters + BINS + 4, num_splits, HIP):
+    if is_last(counters + BINS + 4, splits, HIP):
         r, d = tl.arange(0, R_POWER), tl.arange(0, D_PAD)
         most = tl.full([R_POWER], -3.0e38, tl.float32)
         mass = tl.zeros([R_POWER], tl.float32)
         merged = tl.zeros([R_POWER, D_PAD], tl.float32)
-        for start in range(0, num_splits, BLOCK_S):
+        for start in range(0, splits, BLOCK_S):
             s = start + tl.arange(0, BLOCK_S)
             place = (pair.to(tl.int64) * R + r)[:, None] * num_splits + s[None, :]
-            inside = (r < R)[:, None] & (s < num_splits)[None, :]
+            inside = (r < R)[:, None] & (s < splits)[None, :]
             logs = tl.load(part_lse + place, mask=inside, other=float("-inf"), cache_modifier=".cg")
             part = tl.load(
                 part_out + place[:, :, None] * D + d[None, None, :], mask=inside[:, :, None] & (d < D)[None, None, :],
@@ -120,10 +126,9 @@ def attend_best_kernel(
             tl.store(lse + head, tl.where(mass == 0, float("-inf"), most + tl.log(mass)), mask=r < R)
         # of all runs, the masses less the largest
         largest_mass, all_of_it, unread = -3.0e38, 0.0, 0.0
-        runs = num_splits * runs_each
-        for start in range(0, runs, RUNS):
+        for start in range(0, splits * own_runs, RUNS):
             each = start + tl.arange(0, RUNS)
-            of_run, known = masses + (pair * runs + each) * 3, each < runs
+            of_run, known = masses + each * 3, each < splits * own_runs
             largest_each = tl.load(of_run, mask=known, other=-3.0e38, cache_modifier=".cg")
             new_mass = tl.maximum(largest_mass, tl.max(largest_each, axis=0))
             share, shrunk = tl.exp(largest_each - new_mass), tl.exp(largest_mass - new_mass)
@@ -142,13 +147,14 @@ def num_runs(groups: int) -> int:
 
 def attend_best(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, estimate: Tensor, found: Thresholds,
-    with_lse: bool = False,
+    with_lse: bool = False, out: Tensor | None = None, skipped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32 or None, skipped [B, Hkv] float32) of q [B, Hq, D], unscaled,
     over the groups of estimate [B, Hkv, G] that `found` takes: attention (0 and -inf where there are none), the natural
     log of the softmax mass read, and `selection.skipped_mass`. K and V [P, Hkv, U, D] as they are, table [B, M] and
-    lengths [B] int32."""
-    check_layout(table=table, lengths=lengths, estimate=estimate)
+    lengths [B] int32. `out` of any dtype and `skipped`: where these go, unless to new arrays."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    check_layout(table=table, lengths=lengths, estimate=estimate, out=out)
     batch, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
     size, groups, rows = found.constants["S"], estimate.shape[2], batch * kv_heads
@@ -159,7 +165,7 @@ def attend_best(
     own_groups = torch.empty((rows, num_splits * runs_each * RUN_GROUPS), dtype=torch.int32, device=q.device)
     part_out = torch.empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     part_lse, masses = part_out.new_empty(part_out.shape[:3]), part_out.new_empty((rows, num_splits * runs_each, 3))
-    out, skipped = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_out.new_empty((batch, kv_heads))
+    skipped = part_out.new_empty((batch, kv_heads)) if skipped is None else skipped
     lse = part_out.new_empty((batch, num_heads)) if with_lse else None
     padded = padding(repeat, head_dim)
     heads = triton.next_power_of_2(repeat)

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_cuda.kernels.overlap import overlap, release, wait
-from eps_cuda.kernels.score import MEANS, Query, _from_byte, _larger, _log, _padded_heads, score_means
+from eps_cuda.kernels.score import (
+    MEANS,
+    Query,
+    _from_byte,
+    _larger,
+    _log,
+    _padded_heads,
+    fill_past,
+    score_means,
+    share_of,
+)  # fmt: skip
 
 PLANES = 6  # of an integer within +-QUERY_STEPS
 GROUPS = 64  # of a unit
@@ -135,16 +145,16 @@ def _load(
     return loaded + (tl.load(scale + tile * 8 + eight, mask=known & (eight < 8), other=0), known)  # noqa: RUF005
 
 
-@triton.jit(do_not_specialize=["table_units", "groups", "spans", "spans_each"])
+@triton.jit(do_not_specialize=["table_units", "groups", "spans"])
 def _score_bits(
     halves, inverses, head_sums, mean, mean_scale, anchors, planes, sums, steps, bases, codes, second, scale, valid,
-    table, lengths, estimate, table_units, groups, spans, kv_heads, spans_each, R: tl.constexpr, D: tl.constexpr,
+    table, lengths, estimate, table_units, groups, spans, kv_heads, R: tl.constexpr, D: tl.constexpr,
     RP: tl.constexpr, DK: tl.constexpr, WORDS: tl.constexpr, SPU: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr,
-    PLANES: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    PLANES: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SUM: tl.constexpr, FILL: tl.constexpr,
+    ASM: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """`spans_each` units of one (sequence, kv head): first their bases, which go through `bases`, then their estimates.
-    `codes` and `scale` are int64, `second` int32."""
+    """A share of the units of one (sequence, kv head): first their bases, which go through `bases`, then their
+    estimates. `codes` and `scale` are int64, `second` int32."""
     wait(OVERLAP)
     CHUNKS: tl.constexpr = (R + 3) // 4  # of four query heads
     PARTS: tl.constexpr = (WORDS + 3) // 4  # of four words
@@ -153,8 +163,7 @@ def _score_bits(
     length = tl.load(lengths + b)
     lane = tl.arange(0, 32)
     eight, q = lane // 4, lane % 4
-    first = tl.program_id(0) * spans_each
-    last = tl.minimum(first + spans_each, spans)
+    first, last = share_of(length, spans, 64 * S)
     score_means(
         first, last, row, halves, inverses, head_sums, mean, mean_scale, anchors, table, lengths, bases, table_units,
         spans, kv_heads, R, D, RP, DK, True, SPU, 64 * S, LOG_S, BLOCK,
@@ -228,6 +237,8 @@ def _score_bits(
             best = tl.where(tl.abs(best) < float("inf"), best, LARGEST)
             best = tl.where(known, best, tl.where(g * S < length, float("inf"), -float("inf")))
             tl.store(estimate + row.to(tl.int64) * groups + g, best)
+    if FILL:
+        fill_past(estimate + row.to(tl.int64) * groups, length, spans, 64, S, 64)
     release(OVERLAP)
 
 
@@ -243,21 +254,21 @@ def multiplies_bits(device: torch.device) -> bool:
 
 def score_bits(
     query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, estimate: Tensor, *,
-    group_size: int, spans_each: int,
+    group_size: int, programs: int, fill: bool,
 ) -> None:  # fmt: skip
-    """Fills estimate [B, Hkv, G] (see `units.score_units`) for a query with planes."""
+    """Fills estimate [B, Hkv, G] (see `units.score_units`) for a query with planes, by so many programs a row."""
     batch, kv_heads, repeat, head_dim = query.integers.shape
     assert query.planes is not None
     per_unit = summary["scale"].shape[2]
     spans = table.shape[1] * per_unit
     bases = torch.empty((batch, kv_heads, spans, repeat), dtype=torch.float32, device=table.device)
-    _score_bits[(triton.cdiv(spans, spans_each), batch * kv_heads)](
+    _score_bits[(programs, batch * kv_heads)](
         query.halves, query.inverses, query.head_sums, summary["mean"], summary["mean_scale"], query.anchors,
         query.planes, query.sums, query.steps, bases, summary["codes"].view(torch.int64),
         summary["second"].view(torch.int32), summary["second_scale"].view(torch.int64), valid, table, lengths,
-        estimate, table.shape[1], estimate.shape[2], spans, kv_heads, spans_each, R=repeat, D=head_dim,
+        estimate, table.shape[1], estimate.shape[2], spans, kv_heads, R=repeat, D=head_dim,
         RP=_padded_heads(repeat), DK=max(triton.next_power_of_2(head_dim), 16), WORDS=query.planes.shape[-1],
         SPU=per_unit, S=group_size, LOG_S=math.log(group_size), PLANES=PLANES, BLOCK=MEANS,
-        LARGEST=LARGEST_ESTIMATE, SUM=query.anchors is not None, ASM=table.is_cuda, num_warps=1,
-        **overlap(table.device),
+        LARGEST=LARGEST_ESTIMATE, SUM=query.anchors is not None, FILL=fill, ASM=table.is_cuda,
+        num_warps=1, **overlap(table.device),
     )  # fmt: skip

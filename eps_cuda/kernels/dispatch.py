@@ -63,6 +63,15 @@ class TritonKernels(GpuKernels):
 
 
 @dataclass(frozen=True)
+class Into:
+    """Where a layer's results go, at addresses that do not change."""
+
+    out: Tensor  # [B, Hq, D] of any dtype
+    skipped: Tensor  # [B, Hkv] float32
+    state: Tensor  # [B * Hkv, STATE] int32: see `thresholds.STATE`
+
+
+@dataclass(frozen=True)
 class Attended:
     """Attention over a layer's best groups, and by what they were found."""
 
@@ -117,31 +126,37 @@ def rounding_of(
 
 
 def estimates_of(
-    cache: Cache, layer: int, query: unit_kernels.Query, table: Tensor, lengths: Tensor, depth: Depth
+    cache: Cache, layer: int, query: unit_kernels.Query, table: Tensor, lengths: Tensor, depth: Depth, fill: bool = True
 ) -> Tensor:
-    """Estimates [B, Hkv, G] of rq by a rounded query, from device arrays alone: table [B, M], lengths [B]."""
+    """Estimates [B, Hkv, G] of rq by a rounded query, from device arrays alone: table [B, M], lengths [B]. `fill`: see
+    `score_units`."""
     return unit_kernels.score_units(
-        query, cache.summaries[layer], cache.valid[layer], table, lengths, depth,
-        group_size=cache.cache_config.S, dims=part_dims(cache.cache_config, cache.spec.head_dim),
+        query, cache.summaries[layer], cache.valid[layer], table, lengths, depth, group_size=cache.cache_config.S,
+        dims=part_dims(cache.cache_config, cache.spec.head_dim), fill=fill,
     )  # fmt: skip
 
 
 def attend_rounded(
     config: EpsConfig, cache: Cache, layer: int, q: Tensor, query: unit_kernels.Query, counters: Tensor, table: Tensor,
-    lengths: Tensor, wanted: Tensor, depth: Depth, width: int, with_lse: bool = True,
+    lengths: Tensor, wanted: Tensor, depth: Depth, width: int, with_lse: bool = True, into: Into | None = None,
 ) -> Attended:  # fmt: skip
     """Score, choose and attend for q [B, Hq, D], rounded, from device arrays alone: cleared counters, table [B, M],
-    lengths [B], and of the best groups `wanted` [B] a kv head, at most `width`."""
+    lengths [B], and of the best groups `wanted` [B] a kv head, at most `width`. With `into`, whose caller's host does
+    not know how many groups lack a summary, all that are always selected are read, be they more than `wanted`."""
     selection_config = config.selection_config
     with span("eps.prepass", cache):
-        estimate = estimates_of(cache, layer, query, table, lengths, depth)
+        estimate = estimates_of(cache, layer, query, table, lengths, depth, fill=False)
         selectable = (
             config.cache_config.S, selection_config.num_sink_tokens, selection_config.num_recent_tokens,
             selection_config.min_context,
         )  # fmt: skip
-        found = thresholds.find_thresholds(estimate, lengths, wanted, width, selectable, counters)
+        state = None if into is None else into.state
+        found = thresholds.find_thresholds(
+            estimate, lengths, wanted, width, selectable, counters, state, always=into is not None
+        )
     with span("eps.attention", cache):
-        read = attend_best(q, *cache.plain(layer), table, lengths, estimate, found, with_lse)
+        placed = (None, None) if into is None else (into.out, into.skipped)
+        read = attend_best(q, *cache.plain(layer), table, lengths, estimate, found, with_lse, *placed)
     return Attended(*read, estimate, lengths, found, width)
 
 
@@ -220,7 +235,7 @@ def writing_of(
             summary, valid = cache.summaries[layer], cache.valid[layer]
             rq = UnitPools(summary, cache.fixed[layer]["signs"], cache_config.S)
     k_pool, v_pool = cache.plain(layer)
-    k, v = (x.to(k_pool.dtype).contiguous() for x in (k, v))
+    k, v = k.to(k_pool.dtype), v.to(k_pool.dtype)
     return {
         "k": k, "v": v, "slots": slots, "k_pool": k_pool, "v_pool": v_pool, "finite": finite, "valid": valid,
         "span_tokens": cache_config.span_tokens, "rq": rq,

@@ -61,6 +61,25 @@ def _places(table_row, g, listed, kv_heads, h, GPU: tl.constexpr):
 
 
 @triton.jit
+def share_of(length, spans, SPAN: tl.constexpr):
+    """Return (first, last) of the units of SPAN tokens that this program takes: those of a sequence, of at most `spans`
+    in a table, are dealt evenly, however wide the table is."""
+    there = tl.minimum((length + SPAN - 1) // SPAN, spans)
+    each = (there + tl.num_programs(0) - 1) // tl.num_programs(0)
+    first = tl.program_id(0) * each
+    return first, tl.minimum(first + each, there)
+
+
+@triton.jit
+def fill_past(estimate_row, length, spans, N: tl.constexpr, S: tl.constexpr, NP: tl.constexpr):
+    """-inf for the groups of units past a sequence's end, shared by its programs."""
+    n = tl.arange(0, NP)
+    there = (length + N * S - 1) // (N * S)
+    for span in range(there + tl.program_id(0), spans, tl.num_programs(0)):
+        tl.store(estimate_row + span * N + n, tl.full([NP], -float("inf"), tl.float32), mask=n < N)
+
+
+@triton.jit
 def score_means(
     first, last, row, halves, inverses, head_sums, mean, mean_scale, anchors, table, lengths, bases, table_units, spans,
     kv_heads, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr, SUBNORMAL: tl.constexpr,

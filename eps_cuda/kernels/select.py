@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eps_cuda.kernels import thresholds
 from eps_cuda.kernels.overlap import release, wait
-from eps_cuda.kernels.thresholds import SIZES, Thresholds, is_taken, num_chunks, values_of, warps
+from eps_cuda.kernels.thresholds import SIZES, Thresholds, groups_of, is_taken, num_chunks, values_of, warps
 
 LIST_BLOCK = 4096  # groups that `compact` takes at a time
 
@@ -28,6 +28,7 @@ def _list(
     wait(OVERLAP)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
+    count = groups_of(length, groups, S, SINK_RECENT)
     estimate_row = estimate + row.to(tl.int64) * groups
     state += row * STATE
     want, last = tl.load(state + 2), tl.load(state + 3)
@@ -37,8 +38,9 @@ def _list(
     # what the runs before this one have: above the interval, and in it
     i, run_start = tl.arange(0, CANDIDATES), chunk * CHUNK
     earlier = tl.zeros((CANDIDATES,), tl.int32)
-    for begin in range(0, chunk, CANDIDATES):
-        earlier += tl.load(chunk_counts + row * chunks + begin + i, mask=begin + i < chunk, other=0)
+    counted = tl.minimum(chunk, (count + CHUNK - 1) // CHUNK)  # chunks past a sequence's end have none
+    for begin in range(0, counted, CANDIDATES):
+        earlier += tl.load(chunk_counts + row * chunks + begin + i, mask=begin + i < counted, other=0)
     for begin in range(0, number, CANDIDATES):
         place = row.to(tl.int64) * groups + begin + i
         inside = begin + i < number
@@ -48,7 +50,7 @@ def _list(
 
     g = run_start + tl.arange(0, CHUNK)
     value = values_of(
-        estimate_row, g, run_start, run_start + CHUNK - 1, groups, length, num_sink_tokens, num_recent_tokens,
+        estimate_row, g, run_start, run_start + CHUNK - 1, count, length, num_sink_tokens, num_recent_tokens,
         min_context, S, SINK_RECENT,
     )  # fmt: skip
     taken = is_taken(value, g, low, high, last)

@@ -30,13 +30,21 @@ SAMPLE = 512  # of a row, for the intervals, in runs of 8 that lie together
 BINS = 128
 CANDIDATES = 1024  # that are taken at a time
 COUNTERS = 5  # of a row behind the bins: always selected groups, candidates, tickets of two rounds and of attention
-STATE = 4  # numbers of a row that a round leaves the next: its interval, what lies above it, how many, a last group
+# numbers of a row that a round leaves the next: its interval, what lies above it, how many are taken, the last group at
+# the lower threshold, how many are always selected
+STATE = 5
 SCALES = 6  # the sample's least, mean, intervals a unit below and above it, and the two thresholds
 FEW_PROGRAMS = 512  # so few of them do not fill a GPU: each then has twice the warps, which the last ones wait for less
 SIZES = ["groups", "num_sink_tokens", "num_recent_tokens", "min_context", "width", "chunks"]
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def groups_of(length, groups, S: tl.constexpr, SINK_RECENT: tl.constexpr):
+    """Return how many groups of a row count, from the first on: with SINK_RECENT those of the sequence."""
+    return tl.minimum((length + S - 1) // S, groups) if SINK_RECENT else groups
 
 
 @triton.jit
@@ -117,28 +125,33 @@ def is_last(ticket, programs, HIP: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def _count_bins(
-    estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width, chunks,
+    estimate, lengths, wanted, counters, state, scales, groups, kv_heads, width,
     num_sink_tokens, num_recent_tokens, min_context, S: tl.constexpr, SINK_RECENT: tl.constexpr,
     CHUNK: tl.constexpr, SAMPLE: tl.constexpr, BINS: tl.constexpr, COUNTERS: tl.constexpr, STATE: tl.constexpr,
-    SCALES: tl.constexpr, HIP: tl.constexpr, OVERLAP: tl.constexpr = False,
+    SCALES: tl.constexpr, ALWAYS: tl.constexpr, HIP: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """Leaves in `state` the interval of the K-th largest (BINS: among the always selected), how many lie above it and
-    how many are taken, and in `scales` what `_bins` needs."""
+    how many are taken, and in `scales` what `_bins` needs. With ALWAYS all always selected groups are taken, be they
+    more than `wanted`."""
     wait(OVERLAP)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
+    count = groups_of(length, groups, S, SINK_RECENT)
+    chunks = tl.maximum((count + CHUNK - 1) // CHUNK, 1)
+    if chunk >= chunks:
+        return
     estimate_row = estimate + row.to(tl.int64) * groups
     counters += row * (BINS + COUNTERS)
     bin_index = tl.arange(0, BINS)
 
     start = chunk * CHUNK
     value = values_of(
-        estimate_row, start + tl.arange(0, CHUNK), start, start + CHUNK - 1, groups, length, num_sink_tokens,
+        estimate_row, start + tl.arange(0, CHUNK), start, start + CHUNK - 1, count, length, num_sink_tokens,
         num_recent_tokens, min_context, S, SINK_RECENT,
     )  # fmt: skip
     i = tl.arange(0, SAMPLE)
-    sample = i // 8 * (tl.maximum(groups // SAMPLE, 1) * 8) + i % 8
-    some = tl.load(estimate_row + sample, mask=sample < groups, other=float("inf"))
+    sample = i // 8 * (tl.maximum(count // SAMPLE, 1) * 8) + i % 8
+    some = tl.load(estimate_row + sample, mask=sample < count, other=float("inf"))
     usual = tl.abs(some) < 1e30
     one = tl.where(usual, 1.0, 0.0)
     least, most, total, number = tl.reduce(
@@ -161,13 +174,15 @@ def _count_bins(
         always_selected = tl.load(counters + BINS, cache_modifier=".cg")
         at_least = tl.cumsum(counts, axis=0, reverse=True) + always_selected
         all_of_them = tl.max(at_least, axis=0)
-        want = tl.minimum(tl.minimum(tl.maximum(tl.load(wanted + row // kv_heads), 0), all_of_them), width)
+        want = tl.maximum(tl.load(wanted + row // kv_heads), always_selected if ALWAYS else 0)
+        want = tl.minimum(tl.minimum(want, all_of_them), width)
         at = tl.sum((at_least >= want).to(tl.int32), axis=0) - 1
         higher = tl.sum(tl.where(bin_index == at, at_least - counts, 0), axis=0)
         state += row * STATE
         tl.store(state, tl.where(always_selected >= want, BINS, at))
         tl.store(state + 1, tl.where(always_selected >= want, 0, higher))
         tl.store(state + 2, want)
+        tl.store(state + 4, always_selected)
         scales += row * SCALES
         tl.store(scales, least)
         tl.store(scales + 1, mean)
@@ -189,6 +204,10 @@ def _find_threshold(
     LOWEST: tl.constexpr = -0x80000000
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row // kv_heads) if SINK_RECENT else 0
+    count = groups_of(length, groups, S, SINK_RECENT)
+    programs = tl.maximum((count + CHUNK - 1) // CHUNK, 1)
+    if chunk >= programs:
+        return
     counters += row * (BINS + COUNTERS)
     state += row * STATE
     scales += row * SCALES
@@ -202,7 +221,7 @@ def _find_threshold(
     start = chunk * CHUNK
     g = start + tl.arange(0, CHUNK)
     value = values_of(
-        estimate + row.to(tl.int64) * groups, g, start, start + CHUNK - 1, groups, length, num_sink_tokens,
+        estimate + row.to(tl.int64) * groups, g, start, start + CHUNK - 1, count, length, num_sink_tokens,
         num_recent_tokens, min_context, S, SINK_RECENT,
     )  # fmt: skip
     own = tl.where(value < float("inf"), _bins(value, least, mean, below, above, BINS), BINS)
@@ -215,7 +234,7 @@ def _find_threshold(
     tl.store(candidate_groups + place, g, mask=is_candidate)
     tl.store(chunk_counts + row * chunks + chunk, tl.sum((own > at).to(tl.int32), axis=0))
     release(OVERLAP)
-    if is_last(counters + BINS + 3, chunks, HIP):
+    if is_last(counters + BINS + 3, programs, HIP):
         number = tl.load(counters + BINS + 1, cache_modifier=".cg")
         want = tl.load(state + 2) - tl.load(state + 1)
         i = tl.arange(0, CANDIDATES)
@@ -234,14 +253,14 @@ def _find_threshold(
         reach, taken = number, number * 0
         while (high - low > 1) & (reach != want):
             middle = low + (high - low) // 2
-            count = tl.sum((some >= middle.to(tl.int32)).to(tl.int32), axis=0)
+            reaching = tl.sum((some >= middle.to(tl.int32)).to(tl.int32), axis=0)
             for begin in range(CANDIDATES, number, CANDIDATES):
                 inside = begin + i < number
                 more = _keys(tl.load(candidates + begin + i, mask=inside, other=0.0, cache_modifier=".cg"))
-                count += tl.sum((inside & (more >= middle.to(tl.int32))).to(tl.int32), axis=0)
-            enough = count >= want
-            low, reach = tl.where(enough, middle, low), tl.where(enough, count, reach)
-            high, taken = tl.where(enough, high, middle), tl.where(enough, taken, count)
+                reaching += tl.sum((inside & (more >= middle.to(tl.int32))).to(tl.int32), axis=0)
+            enough = reaching >= want
+            low, reach = tl.where(enough, middle, low), tl.where(enough, reaching, reach)
+            high, taken = tl.where(enough, high, middle), tl.where(enough, taken, reaching)
         # past +inf is NaN, which nothing reaches
         tl.store(scales + 4, _of_key(low.to(tl.int32)))
         tl.store(scales + 5, _of_key(high.to(tl.int32)))
@@ -249,17 +268,17 @@ def _find_threshold(
         need = want - taken
         before, last = groups * 0 - 1, groups + 0
         if reach != want:
-            last = tl.where(need > 0, groups - 1, -1)
+            last = tl.where(need > 0, count - 1, -1)
             while last - before > 1:
                 middle = before + (last - before) // 2
-                count = need * 0
+                ties = need * 0
                 for begin in range(0, number, CANDIDATES):
                     inside = begin + i < number
                     key = _keys(tl.load(candidates + begin + i, mask=inside, other=0.0, cache_modifier=".cg"))
                     group = tl.load(candidate_groups + begin + i, mask=inside, other=0, cache_modifier=".cg")
                     tie = inside & (key >= low.to(tl.int32)) & (key.to(tl.int64) < high) & (group <= middle)
-                    count += tl.sum(tie.to(tl.int32), axis=0)
-                enough = count >= need
+                    ties += tl.sum(tie.to(tl.int32), axis=0)
+                enough = ties >= need
                 last = tl.where(enough, middle, last)
                 before = tl.where(enough, before, middle)
         tl.store(state + 3, last)
@@ -294,10 +313,11 @@ def new_counters(rows: int, device: torch.device) -> Tensor:
 
 def find_thresholds(
     estimate: Tensor, lengths: Tensor, wanted: Tensor, width: int, selectable: tuple[int, int, int, int] | None,
-    counters: Tensor | None = None,
+    counters: Tensor | None = None, state: Tensor | None = None, always: bool = False,
 ) -> Thresholds:  # fmt: skip
-    """The first two rounds. `selectable`: group size, sink and recent tokens and min_context, or None: of finite
-    estimates alone. `counters`: cleared ones."""
+    """The first two rounds: of `wanted` groups of each row, at most `width`, or with `always` of all that are always
+    selected, be they more. `selectable`: group size, sink and recent tokens and min_context, or None: of finite
+    estimates alone. `counters`: cleared ones; `state`: where it goes, unless to a new array."""
     batch, kv_heads, groups = estimate.shape
     assert estimate.is_contiguous() and lengths.is_contiguous() and wanted.is_contiguous()
     rows, chunks = batch * kv_heads, num_chunks(groups)
@@ -307,7 +327,8 @@ def find_thresholds(
 
     group_size, *selectable_tokens = selectable or (1, 0, 0, 0)
     found = Thresholds(
-        new_counters(rows, estimate.device).zero_() if counters is None else counters, integers(rows, STATE),
+        new_counters(rows, estimate.device).zero_() if counters is None else counters,
+        integers(rows, STATE) if state is None else state,
         estimate.new_empty((rows, SCALES)), torch.empty_like(estimate), integers(rows, groups),
         integers(rows, chunks), (selectable_tokens[0], selectable_tokens[1], selectable_tokens[2]),
         {
@@ -317,8 +338,8 @@ def find_thresholds(
     )  # fmt: skip
     launch = found.constants | {"CHUNK": CHUNK, "num_warps": warps(chunks * rows)}
     _count_bins[(chunks, rows)](
-        estimate, lengths, wanted, found.counters, found.state, found.scales, groups, kv_heads, width, chunks,
-        *found.selectable, SAMPLE=SAMPLE, **launch,
+        estimate, lengths, wanted, found.counters, found.state, found.scales, groups, kv_heads, width,
+        *found.selectable, SAMPLE=SAMPLE, ALWAYS=always, **launch,
     )  # fmt: skip
     _find_threshold[(chunks, rows)](
         estimate, lengths, found.counters, found.state, found.scales, found.candidates, found.candidate_groups,

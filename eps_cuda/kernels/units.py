@@ -36,8 +36,10 @@ from eps_cuda.kernels.score import (
     _integer_sums,
     _padded_heads,
     _places,
+    fill_past,
     in_halves,
     score_means,
+    share_of,
 )
 from eps_cuda.kernels.select import select_best
 from eps_cuda.kernels.write import LEAST_WIDTH
@@ -119,16 +121,16 @@ def _round_queries(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_units", "groups", "spans", "spans_each"])
+@triton.jit(do_not_specialize=["table_units", "groups", "spans"])
 def _score_units(
     halves, inverses, head_sums, mean, mean_scale, anchors, integers, steps, bases, codes, second, scale, valid, table,
-    lengths, estimate, table_units, groups, spans, kv_heads, spans_each, R: tl.constexpr, D: tl.constexpr,
+    lengths, estimate, table_units, groups, spans, kv_heads, R: tl.constexpr, D: tl.constexpr,
     ROW: tl.constexpr, MEAN_RP: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr,
     SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr,
-    LOG_S: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SUM: tl.constexpr, ASM: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    LOG_S: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SUM: tl.constexpr, FILL: tl.constexpr,
+    ASM: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """`spans_each` units of one (sequence, kv head): first their `bases`, then their estimates by the first D of ROW
+    """A share of the units of one (sequence, kv head): first their `bases`, then their estimates by the first D of ROW
     dimensions; by all of them and their rescoring bits where there is `second`."""
     wait(OVERLAP)
     BYTES: tl.constexpr = (D + 7) // 8
@@ -145,8 +147,7 @@ def _score_units(
         of_second = _columns(integers_row, head, 1, D, ROW, BYTES, BP, FOLD)
     sums = MIDDLE * _integer_sums(integers_row, head, D, ROW, DP)
     step = tl.load(steps + row * R + head) * (ROW / D)
-    first = tl.program_id(0) * spans_each
-    last = tl.minimum(first + spans_each, spans)
+    first, last = share_of(length, spans, N * S)
     score_means(
         first, last, row, halves, inverses, head_sums, mean, mean_scale, anchors, table, lengths, bases, table_units,
         spans, kv_heads, R, ROW, MEAN_RP, DK, SUBNORMAL, SPU, N * S, LOG_S, BLOCK,
@@ -172,6 +173,8 @@ def _score_units(
         best = _estimate(total, sums, step, shift[None, :], by, R, RP, SUBNORMAL, LARGEST, SUM, ASM)
         best = tl.where(known, best, tl.where(g * S < length, float("inf"), -float("inf")))
         tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=n < N)
+    if FILL:
+        fill_past(estimate + row.to(tl.int64) * groups, length, spans, N, S, NP)
     release(OVERLAP)
 
 
@@ -309,9 +312,9 @@ def round_queries(q: Tensor, signs: Tensor, kv_heads: int, **more: Any) -> Query
     return query
 
 
-def _each(rows: int, pieces: int, device: torch.device, programs: int = PROGRAMS) -> int:
-    """Return how many of the pieces of each row one of `programs` of a multiprocessor takes."""
-    return triton.cdiv(pieces, max(programs * processors(device) // rows, 1))
+def _programs(rows: int, pieces: int, device: torch.device, programs: int = PROGRAMS) -> int:
+    """Return how many programs share the pieces of each row, of `programs` of a multiprocessor."""
+    return triton.cdiv(pieces, triton.cdiv(pieces, max(programs * processors(device) // rows, 1)))
 
 
 def reads_bits(depth: Depth, groups_per_span: int, repeat: int, head_dim: int, device: torch.device) -> bool:
@@ -327,13 +330,13 @@ def integer_columns(repeat: int) -> int:
 
 def score_units(
     query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, depth: Depth,
-    *, group_size: int, dims: tuple[int, ...], subnormal: bool = not torch.version.hip,
+    *, group_size: int, dims: tuple[int, ...], subnormal: bool = not torch.version.hip, fill: bool = True,
 ) -> Tensor:  # fmt: skip
     """Estimates [B, Hkv, G] float32 of log A_p, +inf inside the sequence without a valid summary (a partial group too),
-    -inf past its end, each by as much of its code as `depth` lets be read. Where the query heads have anchors, the
-    masses of each are divided by exp of its anchor, and their sum takes the place of the most in what is read last.
-    `summary` has the pools [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8, table [B, M]
-    and lengths [B] int32; `dims` of each part of a code (`part_dims`)."""
+    -inf past its end (in units past it, without `fill`, anything), each by as much of its code as `depth` lets be read.
+    Where the query heads have anchors, the masses of each are divided by exp of its anchor, and their sum takes the
+    place of the most in what is read last. `summary` has the pools [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by
+    name, `valid` [P * SPU] uint8, table [B, M] and lengths [B] int32; `dims` of each part of a code (`part_dims`)."""
     batch, kv_heads, repeat, head_dim = query.integers.shape
     per_unit, together = summary["scale"].shape[2:]
     spans, rows = table.shape[1] * per_unit, batch * kv_heads
@@ -347,8 +350,8 @@ def score_units(
     if query.planes is not None and query.sums is not None:
         assert reads_bits(depth, together, repeat, head_dim, table.device)
         bits.score_bits(
-            query, summary, valid, table, lengths, estimate, group_size=group_size,
-            spans_each=_each(rows, spans, table.device, bits.PROGRAMS),
+            query, summary, valid, table, lengths, estimate, group_size=group_size, fill=fill,
+            programs=_programs(rows, spans, table.device, bits.PROGRAMS),
         )  # fmt: skip
         return estimate
     bases = torch.empty((batch, kv_heads, spans, repeat), dtype=torch.float32, device=table.device)
@@ -364,14 +367,13 @@ def score_units(
     if depth.rescored[1] and not depth.at_once:
         passes.append((*depth.rescored, names, True))
     sums = query.anchors is not None  # in what is read last
-    spans_each = _each(rows, spans, table.device)
     second, by = (summary["second"], summary["second_scale"]) if depth.at_once else (None, summary["scale"])
-    _score_units[(triton.cdiv(spans, spans_each), rows)](
+    _score_units[(_programs(rows, spans, table.device), rows)](
         query.halves, query.inverses, query.head_sums, summary["mean"], summary["mean_scale"], query.anchors,
         query.integers, query.steps, bases, summary["codes"], second, by, valid, table, lengths, estimate,
-        table.shape[1], groups, spans, kv_heads, spans_each, **shared, MEAN_RP=_padded_heads(repeat),
+        table.shape[1], groups, spans, kv_heads, **shared, MEAN_RP=_padded_heads(repeat),
         RP=integer_columns(repeat), DK=max(padded, 16), S=group_size, LOG_S=math.log(group_size), BLOCK=MEANS,
-        NP=max(triton.next_power_of_2(together), 16), SUM=sums and not passes,
+        NP=max(triton.next_power_of_2(together), 16), SUM=sums and not passes, FILL=fill or bool(passes),
     )  # fmt: skip
 
     held = dict(zip(names, dims, strict=True))
@@ -382,8 +384,10 @@ def score_units(
         listed, found = select_best(row, counts, width=width)
         left = torch.empty(listed.shape, dtype=torch.float32, device=table.device) if at < len(passes) else None
         named = None if through is None or left is None else torch.empty_like(listed)
-        each = _each(rows, triton.cdiv(width, READ_ON_GROUPS), table.device) * READ_ON_GROUPS
-        _read_on[(triton.cdiv(width, each), rows)](
+        blocks = triton.cdiv(width, READ_ON_GROUPS)
+        programs = _programs(rows, blocks, table.device)
+        each = triton.cdiv(blocks, programs) * READ_ON_GROUPS
+        _read_on[(programs, rows)](
             query.integers, query.steps, bases, summary["codes"],
             *(summary[name] if name in parts else None for name in ("more", "rest")),
             summary["second"] if twice else None, summary["second_scale" if twice else "scale"], table, estimate,

@@ -132,7 +132,7 @@ def writing(
     num_tokens, kv_heads, head_dim = k.shape
     num_units, pool_heads, unit_tokens, pool_dim = k_pool.shape
     assert v.shape == k.shape and v_pool.shape == k_pool.shape and (pool_heads, pool_dim) == (kv_heads, head_dim)
-    assert slots.shape == (num_tokens,) and slots.dtype == torch.int32 and slots.is_contiguous()
+    assert slots.shape == (num_tokens,) and slots.dtype in (torch.int32, torch.int64) and slots.is_contiguous()
     assert k.stride(2) == v.stride(2) == 1 or head_dim == 1, "a row of k or v is not contiguous"
     assert unit_tokens % span_tokens == 0, "groups do not divide a unit"
     assert finite.dtype in (torch.bool, torch.uint8) and finite.numel() == 1
@@ -154,7 +154,8 @@ def write_tokens(
     k: Tensor, v: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor, finite: Tensor, valid: Tensor | None, *,
     span_tokens: int, rq: UnitPools | None,
 ) -> None:  # fmt: skip
-    """Write k, v [N, Hkv, D] to slots [N] int32 (device) of k_pool, v_pool [P, Hkv, U, D]; finalize what they fill.
+    """Write k, v [N, Hkv, D] to slots [N] int32 or int64 (device) of k_pool, v_pool [P, Hkv, U, D]; finalize what they
+    fill.
 
     A slot is unit * U + offset, or -1: nothing is written. No two slots of a call share a group, here what is
     summarised together, `span_tokens` of them, and none is past the pool: neither is checked, the host never sees

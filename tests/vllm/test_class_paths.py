@@ -10,8 +10,10 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from eps_cuda.integrations.vllm import backends, register
+from eps_cuda.integrations.vllm.asked import Asked
 from eps_cuda.integrations.vllm.classes import HOOKED
 
+ROWS = Asked({"method": "rq"}, "rows")
 UNUSED = ("CUSTOM", "NO_ATTENTION")
 
 
@@ -48,7 +50,7 @@ def test_a_backend_is_found_by_its_own_name(name: str) -> None:
 @pytest.mark.parametrize("name", HOOKED)
 def test_each_hooked_backend_has_its_routes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = class_of(name)
-    monkeypatch.setattr(backends, "current_route", lambda: "rows")
+    monkeypatch.setattr(backends, "asked_now", lambda: ROWS)
     rows, blocks = found.get_impl_cls().routes.values()
     assert (rows.__name__, blocks.__name__) == HOOKED[name]
 
@@ -57,19 +59,21 @@ def test_no_fused_operation_writes_keys_past_eps(monkeypatch: pytest.MonkeyPatch
     found = class_of("TRITON_ATTN")
     monkeypatch.setattr(found.__base__, "supports_kv_cache_update_bypass", True, raising=False)
     assert found.supports_kv_cache_update_bypass, "a server without EPS is stock"
-    monkeypatch.setattr(backends, "current_route", lambda: "rows")
+    monkeypatch.setattr(backends, "asked_now", lambda: ROWS)
     assert not found.supports_kv_cache_update_bypass
     for name in ("rope", "qk_norm_rope", "qk_norm_mrope"):
         name = f"fused_{name}_kvcache_supported"
         monkeypatch.setattr(found.__base__.get_impl_cls(), name, lambda own: True)
         assert not getattr(found.get_impl_cls(), name)(None)
     monkeypatch.setattr(found.__base__, "supports_kv_cache_update_bypass", False)
-    monkeypatch.setattr(backends, "current_route", lambda: None)
+    monkeypatch.setattr(backends, "asked_now", lambda: None)
     assert not found.supports_kv_cache_update_bypass
 
 
 def test_blocks_are_whole_units_where_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found = class_of("TRITON_ATTN")
-    for route, blocks in ((None, {16: 16, 64: 64}), ("stock", {16: 16}), ("rows", {16: 128, 256: 256})):
-        monkeypatch.setattr(backends, "current_route", lambda route=route: route)
+    wide = Asked({"method": "meanstd", "group_size": 256}, "rows")
+    stock = Asked({"method": "meanstd"}, "stock")
+    for want, blocks in ((None, {16: 16}), (stock, {16: 16}), (ROWS, {16: 64, 256: 256}), (wide, {16: 256})):
+        monkeypatch.setattr(backends, "asked_now", lambda want=want: want)
         assert {default: found.get_preferred_block_size(default) for default in blocks} == blocks

@@ -127,7 +127,7 @@ class Runtime(PagedRuntime):
         try:
             self._begin(batch)
         except Exception as error:
-            self._fail(error, "failed_writes")
+            self.fail(error, "failed_writes")
 
     def _begin(self, batch: Any) -> None:
         self.counts["forwards"] += 1

@@ -135,6 +135,26 @@ def refusals(vllm_config: Any, want: Asked) -> None:
     require(not found, f"EPS does not support a vLLM server with {found}: start it without, or with method off")
 
 
+def uncaptured(vllm_config: Any, settings: Settings, route: str, block_tokens: int) -> str | None:
+    """Return why a server's decode batches are not captured whole, or None."""
+    config = settings.config
+    cache_config, selection_config = config.cache_config, config.selection_config
+    reasons = {
+        f"route {route}": route != "rows",
+        "a device that is no GPU": vllm_config.device_config.device_type != "cuda",
+        f"kernels {settings.kernels}": settings.kernels not in ("auto", "triton"),
+        "speculative decoding": vllm_config.speculative_config is not None,
+        f"blocks of {block_tokens} tokens that are no unit": block_tokens != cache_config.unit_tokens,
+        f"method {cache_config.method}": not cache_config.method_spec.coded,
+        "bounds": cache_config.has_bounds,
+        f"policy {selection_config.policy}": selection_config.policy != "topk",
+        f"scope {selection_config.scope}": selection_config.scope != "kv-head",
+        "head modes": bool(selection_config.head_modes),
+        "audits": bool(settings.audit_every),
+    }
+    return next((reason for reason, there in reasons.items() if there), None)
+
+
 def dense_reason(impl: Any) -> str | None:
     """Return why an attention layer, by its vLLM implementation, stays dense; None: it may be sparse."""
     window = impl.sliding_window

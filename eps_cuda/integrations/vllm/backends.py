@@ -8,18 +8,16 @@ from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_co
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from eps_core.errors import ConfigError
-from eps_cuda.integrations.vllm.asked import asked
+from eps_core.integrations.settings import Settings
+from eps_cuda.integrations.vllm.asked import Asked, asked, fitted, uncaptured
 from eps_cuda.integrations.vllm.forward import HostArrays
 from eps_cuda.integrations.vllm.runtime import Runtime, runtime_in, runtime_of
 
-PREFERRED_BLOCK_TOKENS = 128  # of route rows: whole units, which vLLM's usual 16 tokens are not
 
-
-def current_route() -> str | None:
-    """Return the route of the server whose layers are being made; None where it was not asked for EPS."""
+def asked_now() -> Asked | None:
+    """Return what the server whose layers are being made was asked for; None: nothing."""
     vllm_config = get_current_vllm_config_or_none()
-    want = None if vllm_config is None else asked(vllm_config)
-    return None if want is None else want.route
+    return None if vllm_config is None else asked(vllm_config)
 
 
 class EpsImpl:
@@ -46,6 +44,8 @@ class EpsImpl:
         if place is None or not runtime.serve(layer, kv_cache):
             stock()
             return
+        if runtime.graphs is not None and runtime.graphs.batch_of(layer) is not None:
+            return  # `forward` writes and attends at once
         runtime.route.write(runtime, place, key, value, slot_mapping, stock)
 
     def forward(
@@ -72,7 +72,10 @@ class EpsImpl:
         if skips:
             result: Tensor = stock(attn_metadata=attn_metadata)
             return result
-        runtime.route.forward(runtime, place, self, layer, query, attn_metadata, output, stock)
+        if attn_metadata.eps_decode is not None:
+            attn_metadata.eps_decode.attend(place, self, query, key, value, attn_metadata, output, stock)
+        else:
+            runtime.route.forward(runtime, place, self, layer, query, attn_metadata, output, stock)
         return output
 
     def fused_rope_kvcache_supported(self) -> bool:
@@ -98,17 +101,31 @@ class EpsBuilder:
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
-        if self.eps_runtime is not None:
-            exact = self.eps_runtime.vllm_config.speculative_config is None  # vLLM's lengths on the host
-            metadata.eps_host = HostArrays(common_attn_metadata, self.eps_runtime.block_tokens, exact)
+        runtime = self.eps_runtime
+        if runtime is not None:
+            metadata.eps_decode = runtime.decode_batch(common_attn_metadata)
+            if metadata.eps_decode is None:
+                exact = runtime.vllm_config.speculative_config is None  # vLLM's lengths on the host
+                metadata.eps_host = HostArrays(common_attn_metadata, runtime.block_tokens, exact)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
+        if self.eps_runtime is not None and self.eps_runtime.graphs is not None:
+            self.eps_runtime.graphs.drop()
         return metadata
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        if asked(vllm_config) is None:
-            stock: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        stock: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        want = asked(vllm_config)
+        if want is None:
             return stock
-        return AttentionCGSupport.NEVER  # lists are chosen on the host: piecewise graphs around attention are left
+        block_tokens = kv_cache_spec.block_size
+        if uncaptured(vllm_config, fitted(want, block_tokens), want.route, block_tokens) is not None:
+            return AttentionCGSupport.NEVER  # the host chooses: graphs around attention are left
+        single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return min(stock, single, key=lambda support: support.value)
 
 
 class Bypass:
@@ -119,7 +136,7 @@ class Bypass:
         self.stock = stock
 
     def __get__(self, instance: Any, owner: type) -> bool:
-        return getattr(self.stock, "supports_kv_cache_update_bypass", False) and current_route() is None
+        return getattr(self.stock, "supports_kv_cache_update_bypass", False) and asked_now() is None
 
 
 def hooked(stock: type, rows: type, by_blocks: type, module: str, name: str) -> type:
@@ -131,12 +148,16 @@ def hooked(stock: type, rows: type, by_blocks: type, module: str, name: str) -> 
     builder = type(f"Eps{stock_builder.__name__}", (EpsBuilder, stock_builder), here)
 
     def preferred(default_block_size: int) -> int:
-        """Return the tokens of a block where the user gave none."""
+        """Return the tokens of a block where the user gave none: of route rows a unit, which vLLM's usual 16 are not,
+        and which CUDA graphs want."""
         usual: int = stock.get_preferred_block_size(default_block_size)  # type: ignore[attr-defined]
-        return max(usual, PREFERRED_BLOCK_TOKENS) if current_route() == "rows" else usual
+        want = asked_now()
+        if want is None or want.route != "rows":
+            return usual
+        return max(usual, Settings.of(want.flat).config.cache_config.unit_tokens)
 
     members = here | {
-        "get_impl_cls": staticmethod(lambda: impl if current_route() else stock_impl),
+        "get_impl_cls": staticmethod(lambda: impl if asked_now() else stock_impl),
         # asked of each server when it is built, as it is not always known here which one that is
         "get_builder_cls": staticmethod(lambda: builder),
         "get_preferred_block_size": staticmethod(preferred),

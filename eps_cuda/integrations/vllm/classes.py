@@ -40,9 +40,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _impl_of(stock: Any, name: str) -> Any:
-    from eps_cuda.integrations.vllm.backends import current_route
+    from eps_cuda.integrations.vllm.backends import asked_now
 
-    if current_route() is not None:
+    if asked_now() is not None:
         raise ConfigError(
             f"EPS was asked for and does not support vLLM's attention backend {name}: start it with "
             "--attention-backend TRITON_ATTN, or with method off"

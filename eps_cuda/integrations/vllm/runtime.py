@@ -12,10 +12,11 @@ from eps_core.errors import require
 from eps_core.integrations.kernels import checked_kernels
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.plan import Plan
+from eps_core.integrations.settings import Settings
 from eps_cuda.cache import new_cache
 from eps_cuda.integrations.paged import PagedRuntime
 from eps_cuda.integrations.vllm import metrics
-from eps_cuda.integrations.vllm.asked import Asked, dense_reason, fitted, refusals, sliding_tokens
+from eps_cuda.integrations.vllm.asked import Asked, dense_reason, fitted, refusals, sliding_tokens, uncaptured
 from eps_cuda.integrations.vllm.forward import Forward
 
 logger = logging.getLogger("eps")
@@ -32,6 +33,8 @@ class Runtime(PagedRuntime):
         self.places: dict[str, int] = {}  # vLLM's layer name -> layer of the cache
         self.route: Any = None
         self.block_tokens = 0
+        self.uncaptured: str | None = None  # why decode batches are not captured whole; known once the layers are
+        self.graphs: Any = None  # `graphs.DecodeGraphs`, once there was such a batch
         self._pointers: list[int] = []
         self._shown = metrics.Shown(vllm_config)
 
@@ -81,7 +84,11 @@ class Runtime(PagedRuntime):
             self.route.backend, settings.config, plan, metrics=_own_file(settings.metrics, self.vllm_config),
             audit_every=settings.audit_every, model=str(self.vllm_config.model_config.model),
         )  # fmt: skip
+        self.uncaptured = uncaptured(self.vllm_config, settings, self.want.route, block_tokens)
         self._say(f"{plan.line(settings.config)}; route {self.want.route}, vLLM blocks of {block_tokens} tokens")
+        if device == "cuda":
+            alone = "" if self.uncaptured is None else f" only without attention ({self.uncaptured})"
+            self._say(f"CUDA graphs of decode batches{alone}, where vLLM's cudagraph_mode has such")
 
     def place(self, layer: Any) -> int | None:
         """Return the place of a layer in the cache; None: it is dense, or nothing is started (a profile run)."""
@@ -121,6 +128,26 @@ class Runtime(PagedRuntime):
 
     # ------------------------------------------------------------------------------------------------------ each step
 
+    def decode_batch(self, common: Any) -> Any:
+        """Return what layers read (`graphs.DecodeBatch`) of a batch whose forward may be a replayed CUDA graph, by
+        vLLM's metadata; None: it cannot be one."""
+        compilation = self.vllm_config.compilation_config
+        if self.uncaptured is not None or not compilation.cudagraph_mode.has_full_cudagraphs():
+            return None
+        layer = compilation.static_forward_context[next(iter(self.places))]
+        if not self.serve(layer, layer.kv_cache):
+            return None
+        from eps_cuda.integrations.vllm.graphs import DecodeGraphs  # kernels, which not every device has
+
+        if self.graphs is None or self.graphs.cache is not self.cache:
+            most_rows = self.vllm_config.scheduler_config.max_num_seqs
+            self.graphs = DecodeGraphs(self, most_rows, self.vllm_config.model_config.max_model_len)
+        return self.graphs.begin(common)
+
+    def count_forward(self) -> None:
+        self.counts["forwards"] += 1
+        self._shown.update(self)
+
     def forward_of(self, metadata: Any) -> Forward:
         """Return the host's knowledge of a forward; kept with vLLM's metadata, which all layers share."""
         assert self.sparse is not None
@@ -128,10 +155,9 @@ class Runtime(PagedRuntime):
         if found is None:
             found = Forward.of(metadata, metadata.eps_host, self.sparse.config, self.block_tokens)
             metadata.eps_forward = found
-            self.counts["forwards"] += 1
             self.counts["verified_rows"] += len(found.verified)
             self.counts["prefill_rows"] += len(found.others) - len(found.verified)
-            self._shown.update(self)
+            self.count_forward()
         return found
 
     @property
@@ -142,9 +168,27 @@ class Runtime(PagedRuntime):
         return {"route": self.want.route}
 
     def forget(self) -> None:
+        self.settle()
         super().forget()
         if self.route is not None:
             self.route.forget()
+
+    def settle(self) -> None:
+        """Count the decode batches that are still on the device."""
+        if self.graphs is not None:
+            self.graphs.settle()
+
+    def set(self, on: bool | None = None, **flat: Any) -> dict[str, Any]:
+        """See `PagedRuntime.set`. Of what is captured in CUDA graphs the budget alone may change."""
+        if self.graphs is not None and flat and self.settings is not None:
+            captured = self.graphs.config.selection_config
+            wanted = Settings.of(self.settings.flat() | flat).config.selection_config
+            require(
+                replace(wanted, budget=captured.budget) == captured,
+                "vLLM's CUDA graphs hold all settings but budget: start it with cudagraph_mode PIECEWISE to change "
+                "others while it runs",
+            )
+        return super().set(on, **flat)
 
     def _say(self, line: str) -> None:
         from vllm.logger import init_logger

@@ -14,9 +14,11 @@ class EpsWorker:
 
     def eps_stats(self) -> dict[str, Any]:
         """Counters since the start or `eps_reset`."""
+        self.eps_runtime().settle()
         return self.eps_runtime().stats()
 
     def eps_reset(self) -> None:
+        self.eps_runtime().settle()
         self.eps_runtime().reset()
 
     def eps_set(self, **settings: Any) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""Decode batches as vLLM's full CUDA graphs have them: what is captured, what the host learns later, what is not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from eps_core.errors import ConfigError
+from eps_core.integrations.settings import Settings
+from eps_cuda.integrations.vllm import backends
+from eps_cuda.integrations.vllm.asked import Asked, uncaptured
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script = Path(__file__).with_name("graphs_alone.py")
+    command = [sys.executable, script, tmp_path_factory.mktemp("graphs") / "model"]
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def test_a_captured_batch_says_and_counts_what_others_do(found: dict[str, Any]) -> None:
+    assert found["graphs"] == found["eager"] != found["dense"]
+    assert found["graphs stats"] == found["eager stats"]
+    assert found["graphs stats"]["rows"] == 6 and found["graphs stats"]["bytes_ratio"] < 0.5
+    assert found["replays"] > 0 and found["states alike"]
+
+
+def test_the_last_token_of_a_cached_prompt_reads_everything_and_is_no_decode_row(found: dict[str, Any]) -> None:
+    first, second = found["cached"]
+    assert first == second
+    before, after = found["graphs stats"], found["cached stats"]
+    assert after["rows"] - before["rows"] == 6  # three more tokens of each time
+    assert after["prefill_rows"] - before["prefill_rows"] == 2 and after["forwards"] - before["forwards"] == 8
+
+
+def test_decode_batches_wait_for_nothing(found: dict[str, Any]) -> None:
+    assert found["on a device"] == found["graphs"]
+    waits, reads = found["waits"]
+    new = {name: found["device stats"][name] - found["cached stats"][name] for name in ("forwards", "rows")}
+    assert new == {"forwards": 5, "rows": 6}
+    assert waits == 2, "once in each of two forwards with prompts"
+    # the slots that were written, before the second of these and at the end
+    assert reads == ["cpu", "numpy"] * (len(reads) // 2) and len(reads) <= 2
+    assert len(found["reads at the end"]) <= len(reads) + 2
+
+
+def test_off_reads_everything_and_what_was_written_then_is_summarised_once_it_is_on(found: dict[str, Any]) -> None:
+    assert found["off"] == found["dense"] and found["on"] == found["graphs"]
+    off, on = found["off stats"], found["on stats"]
+    assert not off["on"] and off["rows"] == found["device stats"]["rows"]
+    assert on["rows"] == off["rows"] + 6 and on["tokens_adopted"] > 0 == off["tokens_adopted"]
+    assert not on["failed_writes"] and not on["failed_adoptions"] and not on["fallbacks"]
+
+
+def test_budget_alone_may_change_while_it_runs(found: dict[str, Any]) -> None:
+    assert found["{'budget': 0.9}"] == found["{'budget': 0.3}"] == "set"
+    assert "hold all settings but budget: start it with cudagraph_mode PIECEWISE" in found["{'num_recent_tokens': 8}"]
+
+
+def server(device: str = "cuda", speculative: Any = None) -> Any:
+    return SimpleNamespace(device_config=SimpleNamespace(device_type=device), speculative_config=speculative)
+
+
+@pytest.mark.parametrize(
+    ("reason", "flat", "more"),
+    [
+        (None, {}, {}),
+        (None, {"budget": 0.1, "min_context": 4096, "kernels": "triton"}, {}),
+        ("route stock", {}, {"route": "stock"}),
+        ("a device that is no GPU", {}, {"vllm_config": server("cpu")}),
+        ("kernels arrays", {"kernels": "arrays"}, {}),
+        ("speculative decoding", {}, {"vllm_config": server(speculative=1)}),
+        ("blocks of 128 tokens that are no unit", {}, {"block_tokens": 128}),
+        ("method meanstd", {"method": "meanstd", "group_size": 64}, {}),
+        ("bounds", {"bound_bits": 8}, {}),
+        ("policy threshold", {"policy": "threshold", "top_pages": 9}, {}),
+        ("scope union", {"scope": "union"}, {}),
+        ("audits", {"audit_every": 8}, {}),
+    ],
+)
+def test_what_the_host_must_know_is_not_captured(reason: str | None, flat: Any, more: Any) -> None:
+    arguments = {"vllm_config": server(), "route": "rows", "block_tokens": 64} | more
+    assert uncaptured(settings=Settings.of({"method": "rq"} | flat), **arguments) == reason
+
+
+def test_graphs_are_said_to_be_of_single_tokens_where_the_engine_has_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[Any] = [None]
+    monkeypatch.setattr(backends, "asked", lambda vllm_config: wanted[0])
+
+    def support(stock: AttentionCGSupport, block_tokens: int = 64) -> AttentionCGSupport:
+        class Stock:
+            @classmethod
+            def get_cudagraph_support(cls, *arguments: Any) -> AttentionCGSupport:
+                return stock
+
+        builder = type("Builder", (backends.EpsBuilder, Stock), {})
+        found: AttentionCGSupport = builder.get_cudagraph_support(server(), SimpleNamespace(block_size=block_tokens))  # type: ignore[arg-type]
+        return found
+
+    assert support(AttentionCGSupport.ALWAYS) == AttentionCGSupport.ALWAYS
+    wanted[0] = Asked({"method": "rq"}, "rows")
+    assert support(AttentionCGSupport.ALWAYS) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support(AttentionCGSupport.NEVER) == AttentionCGSupport.NEVER
+    assert support(AttentionCGSupport.ALWAYS, 128) == AttentionCGSupport.NEVER
+
+
+def test_kernels_that_cannot_be_captured_do_not_start() -> None:
+    from eps_cuda.integrations.vllm.graphs import DecodeGraphs
+
+    with pytest.raises(ConfigError, match=r'kernels numba cannot be captured .*"cudagraph_mode": "PIECEWISE"'):
+        DecodeGraphs(SimpleNamespace(cache=SimpleNamespace(kernels="numba")), 4, 256)
