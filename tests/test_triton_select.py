@@ -24,8 +24,8 @@ SIZES = {
 }  # fmt: skip
 COUNTED, AT_ONCE = ({name: getattr(thresholds, name)} for name in ("SAMPLE", "CANDIDATES"))
 JOBS = {
-    "bins": job(thresholds._count_bins, SIZES | COUNTED),
-    "bins of finite": job(thresholds._count_bins, SIZES | COUNTED | {"SINK_RECENT": False}),
+    "bins": job(thresholds._count_bins, SIZES | COUNTED | {"ALWAYS": True}),
+    "bins of finite": job(thresholds._count_bins, SIZES | COUNTED | {"ALWAYS": False, "SINK_RECENT": False}),
     "threshold": job(thresholds._find_threshold, SIZES | AT_ONCE),
     "list": job(select_kernels._list, SIZES | AT_ONCE),
     "compact": job(select_kernels._compact, {"LIST": 4096}, num_warps=8),

@@ -94,6 +94,7 @@ def shape(head_dim: int, dims: tuple[int, int, int], groups: int) -> dict:
 def first_of(constants: dict) -> dict:
     return {name: value for name, value in constants.items() if name not in ("MORE", "REST", "M")} | {
         "S": 2, "NP": constants["N"], "MEAN_RP": 4, "DK": constants["ROW"], "LOG_S": math.log(2), "BLOCK": score.MEANS,
+        "FILL": True,
     }  # fmt: skip
 
 
@@ -114,7 +115,7 @@ JOBS = {
             ("first of halves", first_of(HALVES), ["second", "anchors"]),
             ("first of quarters", first_of(QUARTERS), ["second", "anchors"]),
             ("whole codes", first_of(WHOLE), ["second", "anchors"]),
-            ("whole codes and rescoring bits", first_of(WHOLE) | {"SUM": True}, []),
+            ("whole codes and rescoring bits", first_of(WHOLE) | {"SUM": True, "FILL": False}, []),
             ("summed first of halves", first_of(HALVES) | {"SUM": True}, ["second"]),
         )
     },
@@ -134,7 +135,7 @@ JOBS = {
 
 BITS = {
     "R": 4, "D": 128, "RP": 4, "DK": 128, "WORDS": 4, "SPU": 1, "S": 1, "PLANES": bits.PLANES, "SUM": True, "ASM": True,
-    "LARGEST": LARGEST_ESTIMATE, "LOG_S": 0.0, "BLOCK": score.MEANS,
+    "LARGEST": LARGEST_ESTIMATE, "LOG_S": 0.0, "BLOCK": score.MEANS, "FILL": False,
 }  # fmt: skip
 WIDE = {"codes": "*i64", "second": "*i32", "scale": "*i64", "mean": "*u8"}  # as products of bits take them
 

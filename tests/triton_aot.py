@@ -94,7 +94,8 @@ def _compile(job: Job, backend: str, architecture: Any, warp_size: int) -> Compi
     kernel = getattr(importlib.import_module(job.module), job.kernel)
     names = kernel.arg_names
     unknown = (set(job.types) | set(job.constants)) - set(names)
-    assert not unknown, f"{job.kernel} has no argument {sorted(unknown)}"
+    lacking = {one.name for one in kernel.params if one.is_constexpr} - set(job.constants)
+    assert not unknown and not lacking, f"{job.kernel} has no {sorted(unknown)}, and its job no {sorted(lacking)}"
     values = {name: tl.dtype(value) if isinstance(value, str) else value for name, value in job.constants.items()}
     constants = {name: values.get(name) for name in names if name not in job.types}
     # as of whole tensors

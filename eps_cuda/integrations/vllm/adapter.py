@@ -95,6 +95,7 @@ class Engine:
                 yield Step([number for number, _ in said], [token for _, token in said], ms)
         finally:
             engine.abort_request([str(number) for number in range(len(prompts))])
+            self.runtime.settle()
 
     def describe(self) -> dict[str, Any]:
         config = self._engines[True].llm_engine.vllm_config
@@ -141,6 +142,10 @@ def open_engine(
         if there != "cpu":
             # whole units, which its usual 16 tokens are not; and room for the dense engine beside the sparse one
             arguments |= {"block_size": settings.config.cache_config.unit_tokens, "gpu_memory_utilization": 0.42}
+        if current_platform.is_cuda_alike():
+            # decode steps as a server has them, without minutes of compilation
+            compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            arguments |= {"enforce_eager": False, "compilation_config": compilation}
         if torch.version.hip:
             arguments["attention_backend"] = ON_ROCM
         return Engine(arguments, settings)

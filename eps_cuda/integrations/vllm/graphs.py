@@ -67,7 +67,7 @@ class DecodeBatch:
 
 
 class DecodeGraphs:
-    """What all decode batches of a worker share."""
+    """State that all decode batches of a worker share."""
 
     def __init__(self, runtime: Any, most_rows: int, most_tokens: int) -> None:
         require(
@@ -91,8 +91,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def begin(self, common: Any) -> DecodeBatch | None:
-        """Return the next batch by vLLM's metadata; None: it has rows of several tokens. Waits for the device once in `HELD`
-        batches, and while K may be there that EPS did not see."""
+        """Return the next batch by vLLM's metadata; None: it has rows of several tokens. Waits for the device once in
+        `HELD` batches, and while K may be there that EPS did not see."""
         if common.max_query_len != 1 or common.causal is not True:
             self.settle()
             return None
