@@ -48,7 +48,7 @@ def test_a_layer_whose_keys_the_model_writes_itself_is_stock_and_says_so(past: b
         place=lambda layer: 0, serve=lambda layer, kv: True, sparse=SimpleNamespace(tell=said.append),
         route=SimpleNamespace(forward=lambda *args: calls.append("route")),
     )  # fmt: skip
-    key, query, metadata = (None if past else torch.zeros(1)), torch.zeros(1), object()
+    key, query, metadata = (None if past else torch.zeros(1)), torch.zeros(1), SimpleNamespace(eps_decode=None)
     assert impl.forward(None, query, key, key, query, metadata, query) is query
     assert calls == ["stock" if past else "route"]
     assert [str(one).partition(":")[0] for one in said] == ["this model writes K and V itself"] * past
