@@ -11,7 +11,7 @@ from eps_core.backend import attention as shared_attention
 from eps_core.backend import cache as shared_cache
 from eps_core.backend import error_bounds, moves, scoring, selection
 from eps_mlx.attention import attend, attend_chunk
-from eps_mlx.cache import Cache, grow, import_units, new_cache, span, to_host
+from eps_mlx.cache import Cache, grow, import_units, new_cache, read_kv, span, to_host
 from eps_mlx.cache import evaluate as wait
 from eps_mlx.device import device_name, devices, from_numpy, to_numpy
 from eps_mlx.kernels.choose import usable_kernels
@@ -26,7 +26,6 @@ merge = partial(shared_attention.merge, OPS)
 unread_share = partial(shared_attention.unread_share, OPS)
 weights = partial(shared_attention.weights, OPS)
 check_finite = partial(shared_cache.check_finite, OPS)
-read_kv = partial(shared_cache.read_kv, OPS)
 write_kv = partial(shared_cache.write_kv, OPS)
 write_kv_tentative = partial(shared_cache.write_kv_tentative, OPS)
 bound_error = partial(error_bounds.bound_error, OPS)

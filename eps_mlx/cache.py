@@ -1,7 +1,8 @@
 """MLX's cache (`eps_core.backend.cache`): how it is made and grown, and what computes what MLX has put off.
 
 MLX writes a slice in place only where no other reference to the buffer exists: no view of the cache outlives a call
-here, and `evaluate` must run once per chunk or step so that no un-evaluated reader pins an old buffer.
+here, and `evaluate` must run once per chunk or step so that no un-evaluated reader pins an old buffer. With Metal
+kernels decode steps write no pool (`open_units`).
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.load import resolve_kernels
 from eps_mlx.device import device_of, devices
 from eps_mlx.kernels.choose import usable_kernels
+from eps_mlx.open_units import OpenUnits, Pools
 from eps_mlx.ops import OPS
 
 
@@ -26,9 +28,18 @@ from eps_mlx.ops import OPS
 class Cache(shared.ArrayCache):
     ops: ClassVar[Ops] = OPS
 
+    k: Any  # `Pools`
+    v: Any
+
     @property
     def stream(self) -> mx.Device:
         return device_of(self.device)
+
+    def keys_of(self, layer: int, units: np.ndarray) -> tuple[pages.Pool, np.ndarray]:
+        opened: OpenUnits = self.k.opened
+        if not np.isin(units, opened.units[layer]).all():
+            return super().keys_of(layer, units)
+        return opened.held[layer][0], opened.places(layer, units) - self.spec.num_units
 
 
 def new_cache(spec: CacheSpec, cache_config: CacheConfig, device: str = "auto", kernels: str = "auto") -> Cache:
@@ -40,12 +51,15 @@ def new_cache(spec: CacheSpec, cache_config: CacheConfig, device: str = "auto", 
     with mx.stream(place):
         shape = (spec.num_units, spec.num_kv_heads, cache_config.unit_tokens, spec.head_dim)
         layers = range(spec.num_layers)
+        formats = spec.k_bits, spec.v_bits
+        k, v = ([pages.new_pool(OPS, device, shape, spec.dtype, bits) for _ in layers] for bits in formats)
+        opened = OpenUnits(k, v, device)
         cache = Cache(
             spec,
             cache_config,
             device,
-            k=[pages.new_pool(OPS, device, shape, spec.dtype, spec.k_bits) for _ in layers],
-            v=[pages.new_pool(OPS, device, shape, spec.dtype, spec.v_bits) for _ in layers],
+            Pools(opened, 0),
+            Pools(opened, 1),
             finite=[mx.array(True) for _ in layers],
             kernels=kernels,
         )
@@ -56,8 +70,7 @@ def new_cache(spec: CacheSpec, cache_config: CacheConfig, device: str = "auto", 
 
 def pending(cache: Cache) -> list[mx.array]:
     """Return all state that a write or a read may have left to be computed."""
-    arrays = [array for pool in (*cache.k, *cache.v) for array in pages.arrays_of(pool)]
-    arrays += cache.finite
+    arrays = cache.k.opened.arrays() + cache.finite
     for one in cache.parts():
         arrays += [array for fields in (*one.summaries, *one.open) for array in fields.values()]
         arrays += [array for keys in one.early for array in keys]
@@ -81,6 +94,20 @@ def to_host(cache: Cache, arrays: Sequence[mx.array]) -> list[np.ndarray]:
     arrays = [array.astype(mx.float32) if array.dtype == mx.bfloat16 else array for array in arrays]
     evaluate(cache, *arrays)
     return [np.array(array) for array in arrays]
+
+
+def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[mx.array, mx.array]:
+    """See `eps_core.backend.cache.read_kv`. Open units stay open: an engine's own attention asks in every step."""
+    opened: OpenUnits = cache.k.opened
+    units = np.asarray(table)[: -(-length // cache.cache_config.unit_tokens)]
+    is_open = np.flatnonzero(np.isin(units, opened.units[layer]))
+    with mx.stream(cache.stream):
+        k, v = (pages.units_of(OPS, pools[layer], units, sliced=False) for pools in opened.pools)
+        if len(is_open):
+            own = OPS.index(cache, opened.places(layer, units[is_open]) - cache.spec.num_units)
+            for array, held in zip((k, v), opened.held[layer], strict=True):
+                array[OPS.index(cache, is_open)] = held[own]
+        return OPS.by_token(k, length), OPS.by_token(v, length)
 
 
 def grow(cache: Cache, num_units: int) -> Cache:

@@ -51,6 +51,10 @@ class MlxOps(Ops, library=mx):
         stream: AbstractContextManager[Any] = mx.stream(device_of(cache.device))
         return stream
 
+    def settle(self, cache: Any, layer: int) -> None:
+        super().settle(cache, layer)
+        cache.k.opened.wait(layer)
+
     def on(self, like: Any, array: np.ndarray) -> mx.array:
         return mx.array(array)
 

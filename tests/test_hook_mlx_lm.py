@@ -26,7 +26,8 @@ from eps_core.errors import ConfigError
 from eps_core.integrations import kernels as engine_kernels
 from eps_core.integrations import versions
 from eps_core.integrations.settings import Settings
-from eps_mlx.integrations.mlx_lm import eps, hook_of, load, names, rows
+from eps_mlx import open_units
+from eps_mlx.integrations.mlx_lm import eps, hook_of, load, names
 from eps_mlx.integrations.mlx_lm.hook import Hook
 from eps_mlx.kernels.cpu import KERNELS
 
@@ -446,15 +447,15 @@ def test_on_a_gpu_a_step_waits_once_for_the_one_before_where_pools_are_large(mon
     """Kernels of the step before would hold the pools that it writes."""
     model, waits = tiny("llama"), []
     (prompt,) = prompts(400)
-    monkeypatch.setattr(rows.mx, "synchronize", lambda *stream: waits.append(stream))
+    monkeypatch.setattr(open_units.mx, "synchronize", lambda *stream: waits.append(stream))
     with eps(model, **SMALL, budget=0.2, kernels="arrays"):
         cache = make_prompt_cache(model)
         mx.eval(model(mx.array([prompt]), cache=cache))
         pool = pool_of(model)
         held = sum(one.nbytes for one in (*pool.paged.cache.k, *pool.paged.cache.v))
         for gpu, least, wanted in (("mps", 0, 0), ("cpu", held + 1, 0), ("cpu", held, 3)):
-            monkeypatch.setattr(rows, "GPU", gpu)
-            monkeypatch.setattr(rows, "HELD_BYTES", least)
+            monkeypatch.setattr(open_units, "GPU", gpu)
+            monkeypatch.setattr(open_units, "HELD_BYTES", least)
             for _ in range(3):
                 mx.eval(model(mx.array([[7]]), cache=cache))
             assert len(waits) == wanted

@@ -155,7 +155,7 @@ def test_topk_counts_none_fewer_than_always_selected_and_more_than_all(launches)
     lengths = np.array([5], np.int32)
 
     def listed(count: int, first: int, least: int) -> list[int]:
-        groups, counts, selected_mask = launches.call(
+        groups, counts, selected_mask, *_ = launches.call(
             "select_topk", estimate, np.array([count], np.int32), lengths, group_size=1, num_sink_tokens=first,
             num_recent_tokens=0, min_context=least, width=6,
         )  # fmt: skip

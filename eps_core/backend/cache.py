@@ -63,6 +63,10 @@ class ArrayCache(CountsRereads):
             centroid = self.ops.new(self.device, (self.spec.num_kv_heads, self.spec.head_dim), "float16")
         return self.fixed[layer] | {"centre": centroid}
 
+    def keys_of(self, layer: int, units: np.ndarray) -> tuple[pages.Pool, np.ndarray]:
+        """Return a pool that holds K of units [M], and their places [M] in it."""
+        return self.k[layer], units
+
 
 def add_all_summaries(cache: Any) -> None:
     """Allocates the summaries of a new cache, and of its bounds where the config has them."""
@@ -158,19 +162,12 @@ def invalidate(ops: Ops, cache: Any, layer: int, slots: np.ndarray) -> None:
 def write_rows(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> tuple[Array, Array]:
     """Writes rows k, v [N, Hkv, D] to slots [N] and returns them as stored. In place, unless another reference to a
     pool exists (MLX copies it then)."""
-    settle(ops, cache)
+    ops.settle(cache, layer)
     dtype = ops.dtypes[cache.spec.dtype]
     with ops.place(cache):
         units, offsets = (ops.index(cache, part) for part in np.divmod(slots, cache.cache_config.unit_tokens))
         keys = pages.write(ops, cache.k[layer], units, offsets, ops.cast(k, dtype))
         return keys, pages.write(ops, cache.v[layer], units, offsets, ops.cast(v, dtype))
-
-
-def settle(ops: Ops, cache: Any) -> None:
-    """Waits until no kernel reads the pools, which are about to be written."""
-    wait = ops.kernels_of(cache.kernels).settle
-    if wait is not None:
-        wait()
 
 
 def written(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots: np.ndarray) -> Any:
@@ -192,11 +189,13 @@ def follow_write(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, s
                 norm = ops.max(ops.where(ops.isnan(norm), math.inf, norm), axis=0) * (1 + 2.0**-16)
                 largest[layer] = ops.maximum(largest[layer], norm)
         for one in cache.parts():
+            # whose flags may change
+            state, groups = one.state[layer], slots // one.cache_config.span_tokens if one.valid else slots[:0]
+            before = state.valid(groups)
             # the plan must follow every write, whatever the method makes of it
-            plan = one.state[layer].plan(slots)
+            plan = state.plan(slots)
             _update_summaries(ops, one, layer, keys, plan)
-            if one.valid:
-                mark_valid(ops, one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
+            mark_valid(ops, one, layer, groups[state.valid(groups) != before])
     return cache
 
 
@@ -222,7 +221,7 @@ def _update_summaries(ops: Ops, cache: Any, layer: int, keys: Array, plan: Write
 
 def mark_valid(ops: Ops, cache: Any, layer: int, groups: np.ndarray) -> None:
     """Tells kernels which of groups [F] may be read."""
-    if not cache.valid or not cache.can_encode(layer):
+    if not cache.valid or not len(groups) or not cache.can_encode(layer):
         return
     flags = cache.state[layer].valid(groups).astype(np.uint8)
     with ops.place(cache):
@@ -289,9 +288,10 @@ def finalize(ops: Ops, cache: Any, layer: int, groups: np.ndarray, keys: Array |
     spec, cache_config = cache.spec, cache.cache_config
     if keys is None:
         units, subs = np.divmod(groups, cache_config.spans_per_unit)
+        pool, units = cache.keys_of(layer, units)
         heads = units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)
         rows = heads * cache_config.spans_per_unit + subs[:, None]
-        keys = pages.tiles_of(ops, cache.k[layer], ops.index(cache, rows), cache_config.span_tokens)
+        keys = pages.tiles_of(ops, pool, ops.index(cache, rows), cache_config.span_tokens)
         cache.tokens_reread += len(groups) * cache_config.span_tokens
     _store(ops, cache, layer, groups, _summarise(ops, cache, layer, keys))
 

@@ -28,7 +28,7 @@ class GpuKernels:
     ops: ClassVar[Ops]
     attend_groups: ClassVar[Callable[..., State]]
     attend_all_rows: ClassVar[Callable[..., tuple[Array, Array, Array | None]]]
-    select_topk: ClassVar[Callable[..., tuple[Array, Array, Array]]]
+    select_topk: ClassVar[Callable[..., tuple[Array, ...]]]
     compact: ClassVar[Callable[..., tuple[Array, Array]]]
 
     def estimates(self, cache: Any, layer: int, q: Array, plan: StepPlan, table: Array, lengths: Array) -> Array:
@@ -44,6 +44,10 @@ class GpuKernels:
             lambda: (self.ops.on(cache, plan.table), self.ops.on(cache, plan.lengths.astype(np.int32))),
         )
 
+    def pools(self, cache: Any, layer: int, plan: StepPlan | Rows) -> tuple[Any, Any, Array]:
+        """Return K, V and the table [B, M] of a step or pass as attention's kernels read them."""
+        return cache.k[layer], cache.v[layer], self.on_device(cache, plan)[0]
+
     def score(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
         num_missing = plan.num_missing(cache.state[layer])
         with self.ops.place(cache):
@@ -55,14 +59,14 @@ class GpuKernels:
         common_counts, estimate = plan.budget(always_selected), scores.estimate
         wanted, lengths = (self.ops.on(estimate, part.astype(np.int32)) for part in (common_counts, plan.lengths))
         width = max(int(common_counts.max()), 1)
-        groups, counts, selected_mask = self.choose(plan.config, estimate, wanted, lengths, width)
+        groups, counts, selected_mask, *_ = self.choose(plan.config, estimate, wanted, lengths, width)
         return Selection(groups, counts, common_counts, always_selected, selected_mask=self.ops.boolean(selected_mask))
 
     def choose(
         self, config: EpsConfig, estimate: Array, wanted: Array, lengths: Array, width: int
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, ...]:
         """Return groups [B, Hkv, width] int32, counts [B, Hkv] int32 and the mask [B, Hkv, G] uint8 of the `wanted` [B]
-        int32 best groups of estimate [B, Hkv, G], from device arrays alone."""
+        int32 best groups of estimate [B, Hkv, G], from device arrays alone, and what else a kernel finds with them."""
         selection_config = config.selection_config
         return type(self).select_topk(
             estimate, wanted, lengths, group_size=config.cache_config.S,
@@ -73,32 +77,31 @@ class GpuKernels:
     def attend(self, cache: Any, layer: int, q: Array, plan: StepPlan, selection: Selection | None) -> State:
         listed, counts = (None, None) if selection is None else (selection.groups, selection.counts)
         with self.ops.place(cache):
-            table, lengths = self.on_device(cache, plan)
-            return type(self).attend_groups(
-                q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_size=cache.cache_config.S
-            )
+            k, v, table = self.pools(cache, layer, plan)
+            lengths = self.on_device(cache, plan)[1]
+            return type(self).attend_groups(q, k, v, table, lengths, listed, counts, group_size=cache.cache_config.S)
 
     def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, selected_mask: Array | None = None) -> RowsRead:
         with self.ops.place(cache):
-            table, lengths = self.on_device(cache, rows)
+            k, v, table = self.pools(cache, layer, rows)
+            lengths = self.on_device(cache, rows)[1]
             starts = rows.once(("starts", cache.device), lambda: self.ops.on(cache, rows.starts.astype(np.int32)))
             return RowsRead(
                 *type(self).attend_all_rows(
-                    q, cache.k[layer], cache.v[layer], table, lengths, starts,
+                    q, k, v, table, lengths, starts,
                     most_rows=int(rows.num_rows.max()), group_size=cache.cache_config.S, selected_mask=selected_mask,
                 )
             )  # fmt: skip
 
-    def table(self, write_kv: Kernel | None = None, attend_fused: Kernel | None = None) -> KernelTable:
+    def table(self, **more: Kernel) -> KernelTable:
         return KernelTable(
             self.family,
-            write_kv=write_kv,
             score=Kernel(self.score, unsupported_scoring),
             select=Kernel(self.select, unsupported_choice),
             attend=Kernel(self.attend, unread_codes),
             attend_rows=Kernel(self.attend_rows, unread_codes),
-            attend_fused=attend_fused,
             listing=type(self).compact,
+            **more,
         )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from eps_core.attention.protocol import Array, Selection
 from eps_core.backend import pages
-from eps_core.backend.cache import mark_valid, settle, written
+from eps_core.backend.cache import mark_valid, written
 from eps_core.backend.ops import Ops
 from eps_core.backend.selection import selection_mask
 
@@ -16,7 +16,7 @@ from eps_core.backend.selection import selection_mask
 def move_kv(ops: Ops, cache: Any, layer: int, src: np.ndarray, dst: np.ndarray) -> Any:
     """Copies what slots src [N] (host) hold to slots dst [N] (host), as it is held, and brings the summaries of the
     groups written to up to date."""
-    settle(ops, cache)
+    ops.settle(cache, layer)
     with ops.place(cache):
         source, target = (
             [ops.index(cache, part) for part in np.divmod(np.asarray(slots, np.int64), cache.cache_config.unit_tokens)]
@@ -32,6 +32,7 @@ def copy_units(ops: Ops, cache: Any, src: Sequence[int], dst: Sequence[int]) -> 
         raise ValueError(f"{len(src)} source units for {len(dst)} target units: give one target per source")
     if not len(src):
         return cache
+    ops.settle(cache, 0)
     with ops.place(cache):
         source, target = (ops.index(cache, np.asarray(units)) for units in (src, dst))
         for layer in range(cache.spec.num_layers):
@@ -80,7 +81,7 @@ def export_units(ops: Ops, cache: Any, units: Sequence[int]) -> dict[str, np.nda
 def import_units(ops: Ops, cache: Any, units: Sequence[int], arrays: dict[str, np.ndarray]) -> Any:
     """Puts what `export_units` gave of a cache of the same store into units [M], which are full then: their groups are
     valid, and nothing is computed. A cache that takes a centroid must have none, or the same."""
-    settle(ops, cache)
+    ops.settle(cache, 0)
     numbers = np.asarray(units, np.int64)
     with ops.place(cache):
         index = ops.index(cache, numbers)

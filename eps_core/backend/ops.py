@@ -115,6 +115,12 @@ class Ops:
     # levels (`summaries.rq.levels_of`) with a, their scale left out
     packed_dots: Callable[..., Array]
 
+    def settle(self, cache: Any, layer: int) -> None:
+        """Waits until no kernel reads a layer's pools, which are about to be written."""
+        wait = self.kernels_of(cache.kernels).settle
+        if wait is not None:
+            wait()
+
     def repeat(self, x: Array, times: int) -> Array:
         """Return every element of the last axis `times` times in a row."""
         return self.broadcast_to(x[..., None], (*x.shape, times)).flatten(-2)

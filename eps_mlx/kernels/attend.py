@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from eps_core.backend.pages import Pool
 from eps_mlx.kernels.launch import Kernel, integers, launch
-from eps_mlx.kernels.values import bits_of, elements_of, reading, scales_of, template_of
+from eps_mlx.kernels.values import beside, bits_of, elements_of, reading, rows_of, template_of
 
 # all change speed only
 SIMDGROUP_HEADS = 4
@@ -63,6 +63,7 @@ _DECODE = (
     const int group_size = sizes[3];
     const int groups_per_unit = sizes[4];
     const int splits = sizes[5];
+    const int pool_rows = sizes[6];
     const int b = row / kv_heads;
     const int first_head = simdgroup % PARTS * HEADS;
     const int walker = split * WALKERS + simdgroup / PARTS;
@@ -281,8 +282,8 @@ def attend_groups(
     group_size: int,
 ) -> tuple[mx.array, mx.array]:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D]
-    unscaled over k_pool, v_pool [P, Hkv, U, D] float32, float16 or bfloat16, or codes of these, table [B, M] int32,
-    lengths [B] int32.
+    unscaled over k_pool, v_pool [P, Hkv, U, D] float32, float16 or bfloat16, with open units or not, or codes of these,
+    table [B, M] int32, lengths [B] int32.
 
     groups [B, Hkv, W] int32 ascending, none past the sequence's end, of which the first counts [B, Hkv] int32 are read;
     None: every token. A kv head without any gets out 0 and lse -inf. Logits and sums are float32; only listed tiles are
@@ -310,8 +311,8 @@ def attend_groups(
             lengths if groups is None else groups,
             lengths if counts is None else counts,
             _softmax_scale(head_dim),
-            integers(kv_heads, table.shape[1], width, group_size, unit_tokens // group_size, splits),
-            *scales_of(k_pool, v_pool),
+            integers(kv_heads, table.shape[1], width, group_size, unit_tokens // group_size, splits, rows_of(k_pool)),
+            *beside(k_pool, v_pool),
         ],
         {
             **template_of(k_pool, v_pool),
@@ -332,11 +333,10 @@ def attend_groups(
 def check_shapes(q: mx.array, k_pool: Pool, v_pool: Pool, table: mx.array, lengths: mx.array, group_size: int) -> None:
     """Asserts that q [.., Hq, D], pools [P, Hkv, U, D], table and lengths are as attention's kernels take them."""
     _, num_heads, head_dim = q.shape
-    num_units, kv_heads, unit_tokens, pool_dim = k_pool.shape
+    _, kv_heads, unit_tokens, pool_dim = k_pool.shape
     assert k_pool.shape == v_pool.shape and k_pool.dtype == v_pool.dtype
     assert head_dim == pool_dim and num_heads % kv_heads == 0 and unit_tokens % group_size == 0
     assert table.dtype == lengths.dtype == mx.int32
-    assert num_units * kv_heads * unit_tokens < 2**31, "rows of a pool are counted in 32 bits"
 
 
 def merge_splits(part_sum: mx.array, part_mass: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:

@@ -1,11 +1,17 @@
 """The functions of the backend through Metal kernels (see `eps_core.backend.gpu`). The codes of rq are read in stages,
-each by one kernel over what the one before left; writes have no kernels."""
+each by one kernel over what the one before left. One kernel writes a decode step's K and V, as they are."""
+
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from eps_core.attention.kernels import Kernel, unread_codes, unsupported_choice
+from eps_core.attention.protocol import FusedRead, Selection
 from eps_core.backend import scoring
-from eps_core.backend.gpu import GpuKernels
+from eps_core.backend.gpu import GpuKernels, unsupported_scoring
+from eps_core.backend.pages import CodePool
+from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
@@ -13,6 +19,9 @@ from eps_mlx.kernels import rows as rows_kernels
 from eps_mlx.kernels import select as select_kernels
 from eps_mlx.kernels.turn_units import turn_units
 from eps_mlx.kernels.units import read_on, score_units
+from eps_mlx.kernels.values import OpenPool
+from eps_mlx.kernels.write import write_tokens
+from eps_mlx.open_units import OpenUnits
 from eps_mlx.ops import OPS
 
 
@@ -23,14 +32,65 @@ class MetalKernels(GpuKernels):
     select_topk = select_kernels.select_topk
     compact = select_kernels.compact
 
+    def pools(self, cache: Cache, layer: int, plan: StepPlan | Rows) -> tuple[Any, Any, mx.array]:
+        opened: OpenUnits = cache.k.opened
+        units = opened.units[layer]
+        if not len(units):
+            return super().pools(cache, layer, plan)
+        k, v = (
+            OpenPool(*both) for both in zip((pool[layer] for pool in opened.pools), opened.held[layer], strict=True)
+        )
+        key = "open", cache.device, units.tobytes()
+        return k, v, plan.once(key, lambda: mx.array(opened.places(layer, plan.table)))
+
+    def attend_fused(self, cache: Cache, layer: int, q: mx.array, plan: StepPlan) -> FusedRead:
+        """A layer whose K and V are written: the parts, but what was skipped is summed where groups are chosen."""
+        always_selected = plan.num_always_selected + np.asarray(plan.num_missing(cache.state[layer]), np.int64)
+        common_counts = plan.budget(always_selected)
+        with OPS.place(cache):
+            table, lengths = self.on_device(cache, plan)
+            estimate = self.estimates(cache, layer, q, plan, table, lengths)
+            # layers without a summary of the same groups share it
+            key = "wanted", cache.device, common_counts.tobytes()
+            wanted = plan.once(key, lambda: mx.array(common_counts.astype(np.int32)))
+            width = max(int(common_counts.max()), 1)
+            groups, counts, mask, skipped = self.choose(plan.config, estimate, wanted, lengths, width)
+            selection = Selection(groups, counts, common_counts, always_selected, selected_mask=OPS.boolean(mask))
+            return FusedRead(*self.attend(cache, layer, q, plan, selection), selection, skipped, None)
+
+    def place_rows(
+        self, cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray
+    ) -> tuple[mx.array, mx.array] | None:
+        """K and V [N, Hkv, D] as they were stored in the units that are open from now on, and whether K is finite; None
+        of tokens that share a unit, and of pools of codes: no kernel writes these."""
+        units, offsets = np.divmod(slots, cache.cache_config.unit_tokens)
+        if cache.spec.quantised or len(np.unique(units)) < len(units):
+            return None
+        opened: OpenUnits = cache.k.opened
+        with OPS.place(cache):
+            k_open, v_open, places = opened.open(layer, units, offsets)
+            k_open, v_open, finite = write_tokens(k, v, k_open, v_open, places, cache.finite[layer])
+            opened.held[layer], cache.finite[layer] = (k_open, v_open), finite
+            dtype = OPS.dtypes[cache.spec.dtype]
+            return OPS.cast(k, dtype), OPS.cast(v, dtype)
+
     def estimates(
         self, cache: Cache, layer: int, q: mx.array, plan: StepPlan, table: mx.array, lengths: mx.array
     ) -> mx.array:
-        cache_config, summary = cache.cache_config, cache.summaries[layer]
-        query = turn_units(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
-        anchor = scoring.anchors(OPS, cache, layer, q, OPS.index(q, plan.table[:, 0]), plan.config.selection_config)
+        cache_config, summary, selection_config = (
+            cache.cache_config,
+            cache.summaries[layer],
+            plan.config.selection_config,
+        )
+        pool, _, places = self.pools(cache, layer, plan)
+        summed, codes = selection_config.combine == "sum", isinstance(pool, CodePool)
+        first = (pool, places) if summed and not codes else None
+        query = turn_units(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads, first)
+        if summed and codes:  # which that kernel does not read
+            anchor = scoring.anchors(OPS, cache, layer, q, OPS.index(q, plan.table[:, 0]), selection_config)
+            query = query._replace(anchor=anchor)
         estimate, base = score_units(
-            query, summary, cache.valid[layer], table, lengths, anchor, group_size=cache_config.S,
+            query, summary, cache.valid[layer], table, lengths, group_size=cache_config.S,
             sums=plan.sums_after(0, cache.spec.head_dim),
         )  # fmt: skip
         # the groups still in the race: of the first stage all
@@ -57,5 +117,13 @@ def _stages(cache: Cache, plan: StepPlan) -> list[tuple[int | None, mx.array, in
     return plan.once(("cascade", cache.device, cache.spec.head_dim), copy)
 
 
+def _unsupported_layer(cache: Cache, layer: int, q: mx.array, plan: StepPlan) -> str | None:
+    if cache.cache_config.has_bounds:
+        return "bounds"
+    return unread_codes(cache) or unsupported_choice(None, plan, layer) or unsupported_scoring(cache, layer, q, plan)
+
+
 kernels = MetalKernels()
-KERNELS = kernels.table()
+KERNELS = kernels.table(
+    place_rows=Kernel(kernels.place_rows), attend_fused=Kernel(kernels.attend_fused, _unsupported_layer)
+)

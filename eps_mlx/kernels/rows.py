@@ -19,7 +19,7 @@ import mlx.core as mx
 from eps_core.backend.pages import Pool
 from eps_mlx.kernels.attend import READ_PIECE, ROW_LANES, SIMDGROUP_HEADS, check_shapes, merge_splits
 from eps_mlx.kernels.launch import Kernel, integers, launch
-from eps_mlx.kernels.values import bits_of, elements_of, reading, scales_of, template_of
+from eps_mlx.kernels.values import beside, bits_of, elements_of, reading, rows_of, template_of
 
 SPLIT_TOKENS = 512  # of one threadgroup; changes speed and the order of float32 sums
 SIMDGROUPS = 16  # of a threadgroup, at most; changes speed only
@@ -57,6 +57,7 @@ _ROWS = (
     const int splits = sizes[4];
     const int split_tokens = sizes[5];
     const int simdgroups = sizes[6];
+    const int pool_rows = sizes[7];
     const int pair = int(threadgroup_position_in_grid.y);
     const int split = int(threadgroup_position_in_grid.z);
     const int b = pair / kv_heads;
@@ -289,8 +290,17 @@ def attend_rows(
             table,
             lengths,
             starts,
-            integers(kv_heads, units, group_size, unit_tokens // group_size, splits, split_tokens, simdgroups),
-            *scales_of(k_pool, v_pool),
+            integers(
+                kv_heads,
+                units,
+                group_size,
+                unit_tokens // group_size,
+                splits,
+                split_tokens,
+                simdgroups,
+                rows_of(k_pool),
+            ),
+            *beside(k_pool, v_pool),
         ],
         {**template_of(k_pool, v_pool), "D": head_dim, "R": repeat, "HEADS": SIMDGROUP_HEADS, "MASSES": asked},
         grid=(-(-wanted // simdgroups) * simdgroups * 32, batch * kv_heads, splits),

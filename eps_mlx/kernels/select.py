@@ -60,6 +60,7 @@ def _keys(load: str, key: str) -> str:
                 #pragma unroll
                 for (int k = 0; k < 8; k++) {{
                     const int g = base + k * STEP;
+                    const uint held = bits[k];
                     uint key = 0u;
                     if (g < stop) {{
                         {key}
@@ -150,12 +151,12 @@ _LIST = """
     const int start = sg * span;
     const int stop = min(start + span, limit);
     uint above = 0u;
-    uint tied = 0u;
+    uint tied = 0u;%(begin)s
     for (int base = start + lane; base < stop; base += 8 * STEP) {%(keys)s
                     above += key != 0u && (key >> shift) > digits ? 1u : 0u;
-                    tied += key != 0u && (key >> shift) == digits ? 1u : 0u;
+                    tied += key != 0u && (key >> shift) == digits ? 1u : 0u;%(seen)s
                 }
-    }
+    }%(between)s
     above = simd_sum(above);
     tied = simd_sum(tied);
     if (lane == 0) {
@@ -164,7 +165,7 @@ _LIST = """
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint above_before = simd_sum(lane < sg ? above_of[lane] : 0u);
-    uint tied_before = simd_sum(lane < sg ? tied_of[lane] : 0u);
+    uint tied_before = simd_sum(lane < sg ? tied_of[lane] : 0u);%(top)s
     const uint all_above = simd_sum(lane < SIMDS ? above_of[lane] : 0u);
     const uint all_tied = simd_sum(lane < SIMDS ? tied_of[lane] : 0u);
     uint place = above_before + min(tied_before, room);
@@ -199,27 +200,64 @@ _LIST = """
     }
 """
 
-_VISIT = """
+# and the share of the masses that is not listed, of finite estimates by the largest of them
+_WITH_SHARE = {
+    "begin": """
+    threadgroup float tops[SIMDS];
+    threadgroup float masses[2 * SIMDS];
+    float top = -3e38f;
+    float all = 0.0f;
+    float skipped_mass = 0.0f;""",
+    "seen": """
+                    if (g < stop && (held & 0x7f800000u) != 0x7f800000u) {
+                        top = max(top, as_type<float>(held));
+                    }""",
+    "between": """
+    top = simd_max(top);
+    if (lane == 0) {
+        tops[sg] = top;
+    }""",
+    "top": """
+    top = simd_max(lane < SIMDS ? tops[lane] : -3e38f);""",
+    "visit": """
                     if (g < stop) {
                         visit[size_t(row) * num_groups + g] = listed ? 1 : 0;
-                    }"""
-
-_PAST_THE_END = """
+                        const bool finite = (held & 0x7f800000u) != 0x7f800000u;
+                        const float mass = finite ? exp(as_type<float>(held) - top) : 0.0f;
+                        all += mass;
+                        skipped_mass += listed ? 0.0f : mass;
+                    }""",
+    "end": """
     for (int g = limit + tid; g < num_groups; g += THREADS) {
         visit[size_t(row) * num_groups + g] = 0;
     }
-"""
+    all = simd_sum(all);
+    skipped_mass = simd_sum(skipped_mass);
+    if (lane == 0) {
+        masses[2 * sg] = all;
+        masses[2 * sg + 1] = skipped_mass;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (sg == 0) {
+        all = simd_sum(lane < SIMDS ? masses[2 * lane] : 0.0f);
+        skipped_mass = simd_sum(lane < SIMDS ? masses[2 * lane + 1] : 0.0f);
+        if (lane == 0) {
+            skipped[row] = skipped_mass / max(all, 1e-30f);
+        }
+    }
+""",
+}
 
 
-def _list(keys: str, selected_mask: str = "") -> str:
-    return _LIST % {"keys": keys, "visit": selected_mask}
+def _list(keys: str, **more: str) -> str:
+    return _LIST % {"keys": keys, **{name: more.get(name, "") for name in _WITH_SHARE}} + more.get("end", "")
 
 
 _topk = Kernel(
     "eps_select_topk",
     ("image", "counts_wanted", "lengths", "rules", "sizes"),
-    ("groups", "counts", "visit"),
-    _ROW + _SINK_RECENT + _THRESHOLD % _KEYS["topk"] + _list(_KEYS["topk"], _VISIT) + _PAST_THE_END,
+    ("groups", "counts", "visit", "skipped"),
+    _ROW + _SINK_RECENT + _THRESHOLD % _KEYS["topk"] + _list(_KEYS["topk"], **_WITH_SHARE),
 )
 _best = Kernel(
     "eps_select_best",
@@ -238,15 +276,16 @@ _compact = Kernel(
 def select_topk(
     estimate: mx.array, counts_wanted: mx.array, lengths: mx.array, *, group_size: int, num_sink_tokens: int,
     num_recent_tokens: int, min_context: int, width: int,
-) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
-    """(groups [B, Hkv, width] int32 ascending, then -1; counts [B, Hkv] int32; mask [B, Hkv, G] uint8): those of
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:  # fmt: skip
+    """(groups [B, Hkv, width] int32 ascending, then -1; counts [B, Hkv] int32; mask [B, Hkv, G] uint8; the estimated
+    share of the masses that is left out [B, Hkv] float32, as `selection.skipped_mass`): those of
     `always_selected_groups` and groups at +inf first, then the best by estimate [B, Hkv, G] float32, until
     counts_wanted [B] int32 <= width are listed in all; never past the end of lengths [B] int32 tokens."""
     rules = integers(*(min(rule, 2**31 - 1) for rule in (group_size, num_sink_tokens, num_recent_tokens, min_context)))
-    groups, counts, selected_mask = _select(
-        _topk, [estimate.view(mx.uint32), counts_wanted, lengths, rules], width, selected_mask=True
+    groups, counts, selected_mask, skipped = _select(
+        _topk, [estimate.view(mx.uint32), counts_wanted, lengths, rules], width, shares=True
     )
-    return groups, counts, selected_mask
+    return groups, counts, selected_mask, skipped
 
 
 def select_best(estimate: mx.array, counts_wanted: mx.array, *, width: int) -> tuple[mx.array, mx.array]:
@@ -263,11 +302,12 @@ def compact(selected_mask: mx.array, *, width: int) -> tuple[mx.array, mx.array]
     return groups, counts
 
 
-def _select(kernel: Kernel, inputs: list[mx.array], width: int, selected_mask: bool = False) -> list[mx.array]:
+def _select(kernel: Kernel, inputs: list[mx.array], width: int, shares: bool = False) -> list[mx.array]:
     batch, kv_heads, num_groups = inputs[0].shape
     shapes, dtypes = [(batch, kv_heads, width), (batch, kv_heads)], [mx.int32, mx.int32]
-    if selected_mask:
-        shapes, dtypes = [*shapes, (batch, kv_heads, num_groups)], [*dtypes, mx.uint8]
+    if shares:
+        shapes += [(batch, kv_heads, num_groups), (batch, kv_heads)]
+        dtypes += [mx.uint8, mx.float32]
     return launch(
         kernel,
         [*inputs, integers(num_groups, width)],

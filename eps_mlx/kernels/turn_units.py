@@ -1,4 +1,5 @@
-"""The Metal kernel that turns and rounds the queries of codes about units' means (`eps_core.summaries.rq`).
+"""The Metal kernel that turns and rounds the queries of codes about units' means (`eps_core.summaries.rq`), and finds
+their anchors (`scoring.anchors`).
 
 Rounded queries are equal to the bit in every library: the rotation adds in the order of `rotate`, each level through
 threadgroup memory, where no compiler fuses it with the next.
@@ -11,8 +12,11 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from eps_core.backend.pages import Pool
+from eps_core.config.selection import ANCHOR_SPREAD
 from eps_core.summaries.rq import QUERY_STEPS, hadamard_blocks
-from eps_mlx.kernels.launch import Kernel, launch
+from eps_mlx.kernels.launch import Kernel, integers, launch
+from eps_mlx.kernels.values import beside, elements_of, rows_of
 
 THREADS = 256  # of a threadgroup, at most; changes speed only
 
@@ -68,9 +72,38 @@ _TURN = f"""
         turned[size_t(row) * D + d] = mine;
         rounded[size_t(row) * D + d] = usable ? rint(mine / largest[0]) : 0.0f;
     }}
+    if (ANCHORED && tid < 32) {{
+        const int pair = row / R;  // of a sequence and a kv head
+        const int kv_heads = sizes[0];
+        const int unit = max(table[pair / kv_heads * sizes[1]], 0);
+        const int place = (unit * kv_heads + pair % kv_heads) * sizes[2];
+        const int pool_rows = sizes[3];
+        float total = 0.0f;
+        float own = 0.0f;
+        for (int r = 0; r < R; r++) {{
+            float dot = 0.0f;
+            for (int d = tid; d < D; d += 32) {{
+                const auto key = place < pool_rows ? k_pool[size_t(place) * D + d]
+                                                   : k_open[size_t(place - pool_rows) * D + d];
+                dot += static_cast<float>(q[size_t(pair * R + r) * D + d]) * static_cast<float>(key);
+            }}
+            dot = simd_sum(dot) * softmax_scale[0];
+            total += dot;
+            own = r == row % R ? dot : own;
+        }}
+        const float mean = total / float(R);
+        if (tid == 0) {{
+            anchor[row] = mean + min(max(own - mean, -{ANCHOR_SPREAD!r}f), {ANCHOR_SPREAD!r}f);
+        }}
+    }}
 """
 
-_turn_units = Kernel("eps_turn_units", ("q", "signs", "inverse", "softmax_scale"), ("turned", "rounded", "step"), _TURN)
+_turn_units = Kernel(
+    "eps_turn_units",
+    ("q", "signs", "inverse", "softmax_scale", "k_pool", "k_open", "table", "sizes"),
+    ("turned", "rounded", "step", "anchor"),
+    _TURN,
+)
 
 
 class Query(NamedTuple):
@@ -79,24 +112,34 @@ class Query(NamedTuple):
     turned: mx.array  # [B, Hkv, R, D] float32: `rotate` of q / sqrt(D)
     rounded: mx.array  # [B, Hkv, R, D] float32, whole numbers within +-QUERY_STEPS: turned ~ rounded * step
     step: mx.array  # [B, Hkv, R] float32
+    anchor: mx.array | None = None  # [B, Hkv, R] float32, where query heads are summed
 
 
-def turn_units(q: mx.array, signs: mx.array, kv_heads: int) -> Query:
-    """The query [B, Hq, D] unscaled as stages ask it: signs [2, D] float32, of the rotation."""
+def turn_units(q: mx.array, signs: mx.array, kv_heads: int, first: tuple[Pool, mx.array] | None = None) -> Query:
+    """The query [B, Hq, D] unscaled as stages ask it: signs [2, D] float32, of the rotation; with anchors where K and a
+    table are given, the `first` token of whose sequences they are of (K as it is)."""
     batch, num_heads, head_dim = q.shape
     assert num_heads % kv_heads == 0, f"{num_heads} query heads are no multiple of {kv_heads} kv heads"
     shape = batch, kv_heads, num_heads // kv_heads, head_dim
     threads = min(THREADS, -(-head_dim // 32) * 32)
-    turned, rounded, step = launch(
+    keys = [q, q, integers(0), integers(0)]  # stand for what there is not
+    if first is not None:
+        pool, table = first
+        sizes = integers(kv_heads, table.shape[1], pool.shape[2], rows_of(pool))
+        keys = [elements_of(pool), *beside(pool), table, sizes]
+    turned, rounded, step, anchor = launch(
         _turn_units,
-        [q, signs, *_factors(head_dim)],
-        {"D": head_dim, "TOP": hadamard_blocks(head_dim)[0], "THREADS": threads},
+        [q, signs, *_factors(head_dim), *keys],
+        {
+            "D": head_dim, "R": shape[2], "TOP": hadamard_blocks(head_dim)[0], "THREADS": threads,
+            "ANCHORED": first is not None,
+        },
         grid=(threads, batch * num_heads, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[shape, shape, shape[:3]],
-        output_dtypes=[mx.float32] * 3,
-    )
-    return Query(turned, rounded, step)
+        output_shapes=[shape, shape, shape[:3], (1,) if first is None else shape[:3]],
+        output_dtypes=[mx.float32] * 4,
+    )  # fmt: skip
+    return Query(turned, rounded, step, None if first is None else anchor)
 
 
 @cache

@@ -271,13 +271,12 @@ _read_on = Kernel(
 
 
 def score_units(
-    query: Query, summary: dict[str, mx.array], valid: mx.array, table: mx.array, lengths: mx.array,
-    anchors: mx.array | None, *, group_size: int, sums: bool,
+    query: Query, summary: dict[str, mx.array], valid: mx.array, table: mx.array, lengths: mx.array, *,
+    group_size: int, sums: bool,
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
     """(estimates [B, Hkv, G] float32 of log masses by the first part of the codes, max over the R query heads; what the
-    means say of them [B, Hkv, spans, R] float32, for `read_on`). With `anchors` [B, Hkv, R] float32 of each query head
-    (`scoring.anchors`), what the means say is less the anchor; where it `sums`, the log of the sum of masses takes the
-    place of the max.
+    means say of them [B, Hkv, spans, R] float32, for `read_on`), less the anchor of each query head where there are
+    anchors; where it `sums`, the log of the sum of masses takes the place of the max.
     `summary`: a layer's pools by name, fields as in `eps_core.summaries.rq`, [P, Hkv, spans of a unit, ..]; valid
     [P * spans of a unit] uint8 (0: no valid summary), table [B, M] int32, lengths [B] int32."""
     repeat, head_dim = query.turned.shape[2:]
@@ -297,12 +296,12 @@ def score_units(
     estimate, base = launch(
         _score_units,
         [
-            *query, query.step if anchors is None else anchors, mean.view(word),
+            *query[:3], query.step if query.anchor is None else query.anchor, mean.view(word),
             *(summary[name] for name in ("mean_scale", "scale", "codes")), valid, table, lengths, integers(num_groups),
         ],
         template | {
             "WORD": word, "S": group_size, "PIECE": piece,
-            "STRETCH": _stretch(head_dim, template["B0"]), "ANCHORED": anchors is not None, "SUM": sums,
+            "STRETCH": _stretch(head_dim, template["B0"]), "ANCHORED": query.anchor is not None, "SUM": sums,
         },
         grid=(THREADS * -(-num_spans * (finalized // piece) // THREADS), rows, 1),
         threadgroup=(THREADS, 1, 1),

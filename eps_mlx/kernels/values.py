@@ -1,10 +1,12 @@
 """How kernels read K and V: as they are, or from codes of 8 and 4 bits, of which one text makes as many kernels.
 
+As they are, a row past the pool's is one of the units that are open (`OpenPool`).
+
 Codes (`eps_core.reference.pages`) become values in registers, `code * scale` in float32 rounded to the cache's dtype as
 everywhere, and are attended as such: only their bytes come from memory.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import mlx.core as mx
@@ -33,21 +35,40 @@ _CODES = {
 def read_values(name: str, bits: int, to: str) -> str:
     """Text that reads the VEC elements `from` on, a size_t, of row `place` of K or V (`name`) into the piece `to`."""
     if bits == 16:
-        return f"{to} = load_piece<VEC>({name}_pool + from);"
+        return (
+            f"{to} = load_piece<VEC>(place < pool_rows ? {name}_pool + from "
+            f": {name}_open + (from - size_t(pool_rows) * D));"
+        )
     count, first, code = _CODES[bits]
     return _FROM_CODES.format(name=name, to=to, count=count, first=first, code=code.format(name=name))
 
 
 @cache
 def reading(kernel: Kernel, bits: tuple[int, int], to: tuple[str, str]) -> Kernel:
-    """A kernel for K and V of `bits` each, read into the pieces `to` where its text has READ_K and READ_V. Scales of
-    codes are inputs after the others."""
+    """A kernel for K and V of `bits` each, read into the pieces `to` where its text has READ_K and READ_V. What lies
+    beside the pools (`beside`) are inputs after the others."""
     name, inputs, source = kernel.name, kernel.inputs, kernel.source
     for which, held, piece in zip("kv", bits, to, strict=True):
         source = source.replace(f"READ_{which.upper()}", read_values(which, held, piece))
-        if held != 16:
-            name, inputs = f"{name}_{which}{held}", (*inputs, f"{which}_scale")
+        name = name if held == 16 else f"{name}_{which}{held}"
+        inputs = (*inputs, f"{which}_open" if held == 16 else f"{which}_scale")
     return replace(kernel, name=name, inputs=inputs, source=source)
+
+
+@dataclass(frozen=True)
+class OpenPool:
+    """A pool [P, Hkv, U, D] with units that are open [N, Hkv, U, D], P + i of a table the i-th."""
+
+    closed: mx.array
+    open: mx.array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.closed.shape
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.closed.dtype
 
 
 def bits_of(k_pool: Pool, v_pool: Pool) -> tuple[int, int]:
@@ -58,15 +79,25 @@ def bits_of(k_pool: Pool, v_pool: Pool) -> tuple[int, int]:
 
 def elements_of(pool: Pool) -> mx.array:
     """A pool's values or codes, as a kernel takes them."""
-    return pages.arrays_of(pool)[0]
+    return pool.closed if isinstance(pool, OpenPool) else pages.arrays_of(pool)[0]
 
 
-def scales_of(*pools: Pool) -> list[mx.array]:
-    """Those of the pools that are codes."""
-    return [pool.scale for pool in pools if isinstance(pool, CodePool)]
+def beside(*pools: Pool) -> list[mx.array]:
+    """Return of each pool the scales of codes, or open units; the pool stands for those where there are none."""
+    return [
+        pool.scale if isinstance(pool, CodePool) else pool.open if isinstance(pool, OpenPool) else pool
+        for pool in pools
+    ]
 
 
-def template_of(*pools: Pool) -> dict[str, mx.Dtype | bool]:
+def rows_of(pool: Pool) -> int:
+    """Rows of a pool."""
+    num_units, kv_heads, unit_tokens, _ = pool.shape
+    assert num_units * kv_heads * unit_tokens < 2**31, "rows of a pool are counted in 32 bits"
+    return num_units * kv_heads * unit_tokens
+
+
+def template_of(k_pool: Pool, v_pool: Pool) -> dict[str, mx.Dtype | bool]:
     """Return what kernels are compiled for besides shapes: the dtype of what is read, and whether that is float16."""
-    dtype = pools[0].dtype
-    return {"T": dtype, **({"HALF": dtype == mx.float16} if scales_of(*pools) else {})}
+    dtype = k_pool.dtype
+    return {"T": dtype, **({"HALF": dtype == mx.float16} if bits_of(k_pool, v_pool) != (16, 16) else {})}

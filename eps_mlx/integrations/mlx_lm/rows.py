@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config.bytes import kv_bytes
 from eps_core.config.cache import CacheSpec
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.paged import Paged
@@ -21,8 +20,6 @@ from eps_mlx.ops import OPS
 
 FIRST_TOKENS = 1024  # room that a pool begins with
 OPEN_GROUPS = 32  # mlx-lm's batches by default
-GPU = "mps"
-HELD_BYTES = 2**29  # of K and V of all layers, from which on copying them takes longer than waiting; speed only
 
 
 class Row:
@@ -60,14 +57,6 @@ class Rows(EngineRows):
     def spec(self) -> CacheSpec:
         spec: CacheSpec = self.paged.cache.spec
         return spec
-
-    @property
-    def _kv_bytes(self) -> int:
-        """Bytes of K and V of all layers, free room included."""
-        spec = self.spec
-        tokens = spec.num_units * self.paged.pool.unit_tokens
-        formats = spec.k_bits, spec.v_bits
-        return kv_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, tokens, spec.dtype, formats)
 
     @property
     def num_live(self) -> int:
@@ -127,10 +116,6 @@ class Rows(EngineRows):
     ) -> None:
         """k, v [sum(counts), Hkv, D] of one layer at `counts` positions from `starts` on of each row. The first layer
         to come makes the room."""
-        if layer == 0 and self.paged.cache.device == GPU and self._kv_bytes >= HELD_BYTES:
-            # mlx-lm makes a step while the GPU computes the one before, whose kernels hold the pools: MLX writes in
-            # place what nothing holds, and copies all else. By MLX's source; no Mac was at hand to time it
-            mx.synchronize()
         self.write_slots(layer, k, v, self._slots(rows, starts, counts))
 
     def _slots(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
@@ -188,7 +173,7 @@ class Rows(EngineRows):
     def num_bytes(self, rows: Sequence[Row]) -> int:
         """Bytes of one layer's K, V and summaries in the units of these rows, shared ones counted each time."""
         cache, units = self.paged.cache, sum(len(row.sequence.table) for row in rows)
-        pools = [cache.k[0], cache.v[0]]
+        pools = [pools[0] for pools in cache.k.opened.pools]
         for one in cache.parts():
             pools += one.summaries[0].values()
         return units * sum(pool.nbytes // len(pool) for pool in pools)

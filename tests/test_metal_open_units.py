@@ -1,0 +1,246 @@
+"""Decode steps under Metal kernels write no pool: the open units beside it, what reads them, and what closes them."""
+
+import copy
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import bound
+from metal.shim import metal_shim  # noqa: F401
+from test_conformance import Case, FilledCase, Pages, eps
+
+from eps_core.attention.layer import sparse_attention
+from eps_core.config.cache import CacheSpec
+from eps_core.config.eps import EpsConfig
+from eps_core.kv_cache.rows import Rows
+from eps_core.kv_cache.step_plan import StepPlan
+from eps_mlx import open_units
+from eps_mlx.cache import pending
+from eps_mlx.kernels import dispatch, launch
+
+METAL, ARRAYS = bound("mlx", "metal"), bound("mlx", "arrays")
+UNIT, LAYERS, UNITS = 64, 2, 128
+
+
+class Steps:
+    """Decode steps of one sequence, made while a command buffer holds what the kernels of the step before read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, length: int, **settings: Any) -> None:
+        self.config = EpsConfig.of(**{"method": "rq", "budget": 0.3, "budget_floor": 0, **settings})
+        spec = CacheSpec(LAYERS, 2, 64, UNITS, "float32")
+        self.cache = METAL.new_cache(spec, self.config.cache_config, "cpu")
+        self.pool_bytes, self.length = UNITS * 2 * UNIT * 64 * 4, length
+        self.table = np.arange(UNITS, dtype=np.int32)[None, : length // UNIT + 2]
+        for layer in range(LAYERS):
+            k, v = self.drawn(length, 2), self.drawn(length, 2)
+            METAL.write_kv(self.cache, layer, k, v, np.arange(length))
+        mx.eval(pending(self.cache))
+        self.held: list[mx.array] = []  # by this step
+        self.before: list[mx.array] = []  # by the one before
+        runner = launch.runner
+
+        def run(kernel: Any, inputs: list[mx.array], *arguments: Any) -> list[mx.array]:
+            found = runner(kernel, inputs, *arguments)
+            # another array of the same data, as a command buffer has: a write to the input itself leaves it behind
+            self.held += [copy.copy(array) for array in inputs]
+            return found
+
+        monkeypatch.setattr(launch, "runner", run)
+
+    def drawn(self, *shape: int) -> mx.array:
+        return METAL.from_numpy(np.random.default_rng(0).standard_normal((*shape, 64), np.float32), "float32", "cpu")
+
+    def extra_bytes(self) -> int:
+        """The most memory that a step takes beyond what there was."""
+        q, k = self.drawn(1, 4), self.drawn(1, 2)
+        mx.eval(q, k)
+        self.before, self.held = self.held, []
+        active = mx.get_active_memory()
+        mx.reset_peak_memory()
+        self.length += 1
+        plan = StepPlan.of(self.config, self.table, np.array([self.length]))
+        for layer in range(LAYERS):
+            self.cache = METAL.write_kv(self.cache, layer, k, k, np.array([self.length - 1]))
+            out, read = sparse_attention(METAL, self.cache, layer, q, plan)
+            mx.eval(out, *read.pending.values(), *pending(self.cache))
+        return mx.get_peak_memory() - active
+
+
+def test_a_step_copies_no_pool(metal_shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    run = Steps(monkeypatch, length=2 * UNIT - 5)
+    run.extra_bytes()  # which opens a unit
+    assert max(run.extra_bytes() for _ in range(4)) < run.pool_bytes / 4  # the last of a span among them
+    # as without the kernel: this test sees a copy where there is one
+    monkeypatch.setattr(dispatch.KERNELS, "place_rows", None)
+    run.extra_bytes()
+    assert run.extra_bytes() >= run.pool_bytes
+
+
+def test_pools_are_written_once_in_a_unit_and_then_a_step_waits(
+    metal_shim: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, waits = Steps(monkeypatch, length=2 * UNIT - 2), []
+
+    def wait() -> None:
+        waits.append(run.length)
+        run.held = run.before = []
+
+    monkeypatch.setattr(open_units, "GPU", "cpu")
+    monkeypatch.setattr(open_units, "HELD_BYTES", 2 * LAYERS * run.pool_bytes)
+    monkeypatch.setattr(open_units.mx, "synchronize", wait)
+    run.extra_bytes()
+    assert max(run.extra_bytes() for _ in range(4)) < run.pool_bytes / 4 and waits == [2 * UNIT + 1]
+    monkeypatch.setattr(open_units, "HELD_BYTES", 2 * LAYERS * run.pool_bytes + 1)
+    METAL.read_kv(run.cache, 0, run.table[0], run.length)  # an engine's own attention leaves them open
+    assert len(run.cache.k.opened.units[0]) and len(run.cache.k[0]) == UNITS
+    assert not len(run.cache.k.opened.units[0]) and len(waits) == 1
+
+
+# The same bytes, lists and outputs as array operations, whatever closes the units
+
+
+def exported(one: Any, num_units: int) -> dict[str, np.ndarray]:
+    return one.backend.export_units(one.cache, np.arange(num_units))
+
+
+def check_same(ours: Any, plain: Any, num_units: int) -> None:
+    """K and V to the bit, and summaries but for the rounding of a scale."""
+    got, want = exported(ours, num_units), exported(plain, num_units)
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        assert np.array_equal(got[name], array), name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((75, 37, 64), eps("rq", group_size=2, mean_tokens=32), head_dim=64, dtype="bfloat16", steps=40),
+        Case((40, 3), eps("box"), steps=35, head_dim=33, dtype="float16"),
+        Case((50, 20), eps("meanstd"), num_heads=6, num_kv_heads=1, steps=20),
+        Case((50, 20), eps("oracle"), steps=20),  # which reads keys
+    ],
+    ids=str,
+)
+def test_ragged_rows_fill_units(case: Case, metal_shim: Any) -> None:  # noqa: F811
+    """All rows in a step, some of which begin a unit, until some have ended."""
+    ours, plain = (FilledCase(backend, "cpu", case) for backend in (METAL, ARRAYS))
+    selected = METAL.select(METAL.score(ours.cache, 0, ours.native, ours.plan), ours.plan)
+    ours.attended(selected)
+    ours.attended(None)
+    for b, length in enumerate(case.lengths):
+        for got, want in zip(
+            METAL.read_kv(ours.cache, 0, ours.table[b], length),
+            ARRAYS.read_kv(plain.cache, 0, plain.table[b], length),
+            strict=True,
+        ):
+            assert np.array_equal(METAL.to_numpy(got), ARRAYS.to_numpy(want))
+    assert case.config.cache_config.method_spec.reads_keys or len(ours.cache.k.opened.units[0])
+    check_same(ours, plain, case.spec.num_units)
+
+
+def decoded(backend: Any, say: Any) -> Pages:
+    """A sequence through all that may happen to open units; `say(one, sequence)` looks after each."""
+    rng = np.random.default_rng(7)
+    kv = rng.normal(size=(2, 200, 2, 16)).astype(np.float32)
+    one = Pages(backend, "cpu", eps("rq", group_size=2, mean_tokens=32, num_recent_tokens=4))
+    first, _ = one.pool.open([])
+    one.append(first, kv[:, :50], 0)
+    one.append(first, kv[:, 50:53], 50, step=1)
+    say(one, first)
+    second = one.pool.fork(first)
+    one.append(first, kv[:, 53:55], 53, step=1)  # into a copy of the unit that is open
+    one.append(second, kv[:, 60:63], 60, step=1)
+    say(one, first)
+    say(one, second)
+    one.append(first, kv[:, 55:60], 55, step=5)  # several at once
+    one.append(first, kv[:, 70:90], 70, step=1)
+    one.pool.truncate(first, 66)
+    one.append(first, kv[:, 90:95], 90, step=1)
+    say(one, first)
+    one.pool.grow(80)
+    one.cache = one.backend.grow(one.cache, 80)
+    one.append(first, kv[:, 100:102], 100, step=1)
+    # drafts that may be taken back, the verify pass over them, and what is kept of them
+    slots, _ = one.pool.append(first, range(200, 203))
+    for i, slot in enumerate(slots):
+        k, v = (one.give(x[i : i + 1]) for x in kv[:, 110:113])
+        one.cache = one.backend.write_kv_tentative(one.cache, 0, k, v, np.array([slot]))
+    say(one, first)
+    one.cache = one.backend.write_kv(one.cache, 0, one.give(kv[0, 110:111]), one.give(kv[1, 110:111]), slots[:1])
+    one.pool.rewind(first, first.length - 2)
+    say(one, first)
+    source = one.pool.table([first])[0, :1] * one.pool.unit_tokens
+    one.cache = one.backend.move_kv(one.cache, 0, slots[:1], source)
+    say(one, first)
+    one.append(first, kv[:, 120:140], 120, step=1)
+    say(one, first)
+    return one
+
+
+def test_what_closes_open_units_sees_what_they_hold(metal_shim: Any) -> None:  # noqa: F811
+    seen: list[list[np.ndarray]] = []
+
+    def say(one: Pages, sequence: Any) -> None:
+        q = one.give(np.random.default_rng(1).normal(size=(3, 4, 16)).astype(np.float32))
+        plan = one.plan(sequence)
+        rows = Rows.of(plan.table, plan.lengths, np.array([3]))
+        read = one.backend.attend_rows(one.cache, 0, q, rows)
+        seen.append([*one.read(sequence, q[:1]), *(one.backend.to_numpy(x) for x in (read.out, read.lse))])
+
+    ours = decoded(METAL, say)
+    got, seen = seen, []
+    plain = decoded(ARRAYS, say)
+    for one, other in zip(got, seen, strict=True):
+        for x, y in zip(one, other, strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-5)
+    check_same(ours, plain, 80)
+
+
+# Launches and other operations
+
+
+def operations(arrays: list[mx.array]) -> list[str]:
+    """MLX's own operations that are still to be computed for arrays, by name."""
+    with tempfile.NamedTemporaryFile(suffix=".dot") as file:
+        mx.export_to_dot(file.name, *arrays)
+        return sorted(re.findall(r'label ?= ?"([A-Za-z]+)"', Path(file.name).read_text()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "launches"),
+    [({}, 10), ({"cascade": (), "rescore": 0.0}, 6), ({"combine": "max"}, 10), ({"budget": 1.0}, 3)],
+)
+def test_a_layer_takes_so_many_launches(
+    settings: dict,
+    launches: int,
+    metal_shim: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A token, a query, scores, the choice and two of attention; in stages two more for each. MLX computes nothing
+    beside them."""
+    run = Steps(monkeypatch, length=UNIT + 7, **settings)
+    run.extra_bytes()
+    names, asked = [], []
+
+    def stand_in(kernel: Any, inputs: Any, template: Any, grid: Any, group: Any, shapes: Any, dtypes: Any) -> Any:
+        names.append(kernel.name)
+        asked.extend(inputs)
+        found = [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        mx.eval(found)
+        return found
+
+    monkeypatch.setattr(launch, "runner", stand_in)
+    q, k = run.drawn(1, 4), run.drawn(1, 2)
+    mx.eval(q, k)
+    plan = StepPlan.of(run.config, run.table, np.array([run.length + 1]))
+    METAL.write_kv(run.cache, 0, k, k, np.array([run.length]))
+    assert names == ["eps_write"]
+    out, read = sparse_attention(METAL, run.cache, 0, q, plan)
+    assert len(names) == launches, names
+    assert operations([*asked, out, read.lse, *read.pending.values(), *pending(run.cache)]) == []
+    assert operations([q + q]) == ["Add"]
