@@ -2,6 +2,7 @@
 
 import copy
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import bound
 from metal.shim import metal_shim  # noqa: F401
+from mlx_lm_models import alone, prompts, tiny, together
 from test_conformance import Case, FilledCase, Pages, eps
 
 from eps_core.attention.layer import sparse_attention
@@ -20,6 +22,7 @@ from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx import open_units
 from eps_mlx.cache import pending
+from eps_mlx.integrations.mlx_lm import eps as eps_on
 from eps_mlx.kernels import dispatch, launch
 
 METAL, ARRAYS = bound("mlx", "metal"), bound("mlx", "arrays")
@@ -199,6 +202,27 @@ def test_what_closes_open_units_sees_what_they_hold(metal_shim: Any) -> None:  #
         for x, y in zip(one, other, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5)
     check_same(ours, plain, 80)
+
+
+def test_mlx_lm_says_the_same(metal_shim: Any) -> None:  # noqa: F811
+    """A batch that others join and leave, whose dense layers' attention is mlx-lm's own, and verified decoding."""
+    settings = {"method": "rq", "budget": 0.3, "num_sink_tokens": 4, "num_recent_tokens": 16}
+    model, first, later = tiny("llama"), prompts(60, 127, 2), prompts(1, seed=1)
+    want = together(model, first, later, most=5)
+    with eps_on(model, **settings | {"budget": 1}, kernels="metal") as sparse:
+        assert together(model, first, later, most=5)[0] == want[0] and sparse.stats()["bytes_ratio"] == 1
+    with eps_on(model, **settings, kernels="arrays"):
+        want = together(model, first, later, most=5)
+    with eps_on(model, **settings, kernels="metal") as sparse:
+        tokens, logprobs = together(model, first, later, most=5)
+        assert sparse.stats()["bytes_ratio"] < 0.8 and not sparse.stats()["fallbacks"]
+    assert metal_shim["eps_write"].threadgroups and tokens == want[0]
+    for index, rows in want[1].items():
+        np.testing.assert_allclose(np.array(logprobs[index]), np.array(rows), atol=2e-4)
+    plain = alone(model, first[1], most=8)[0]
+    with eps_on(model, **settings, verify="tokens", draft=3, kernels="metal"):
+        steps = sys.modules["mlx_lm.generate"].generate_step(mx.array(first[1]), model, max_tokens=8)
+        assert [int(token) for token, _ in steps] == plain
 
 
 # Launches and other operations

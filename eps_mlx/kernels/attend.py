@@ -20,7 +20,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from eps_core.backend.pages import Pool
-from eps_mlx.kernels.launch import Kernel, integers, launch
+from eps_mlx.kernels.launch import Kernel, fitted, integers, launch, threads_of
 from eps_mlx.kernels.values import beside, bits_of, elements_of, reading, rows_of, template_of
 
 # all change speed only
@@ -270,6 +270,7 @@ decode = Kernel(
 merge = Kernel("eps_attend_merge", ("part_sum", "part_mass", "sizes"), ("out", "lse"), _MERGE)
 
 
+@fitted
 def attend_groups(
     q: mx.array,
     k_pool: Pool,
@@ -296,12 +297,13 @@ def attend_groups(
     repeat, dense = num_heads // kv_heads, groups is None or counts is None
     width = 0 if groups is None else groups.shape[2]
     parts = -(-repeat // SIMDGROUP_HEADS)
-    walkers = max(SIMDGROUPS // parts, 1)
+    kernel = reading(decode, bits_of(k_pool, v_pool), ("k[j][c]", "v[j][c]"))
+    walkers = max(threads_of(kernel, max(SIMDGROUPS // parts, 1) * parts * 32, head_dim) // (parts * 32), 1)
     capacity = table.shape[1] * unit_tokens if dense else width * group_size
     splits = num_splits(batch * kv_heads, capacity, walkers * SPLIT_ROWS)
     threads = walkers * parts * 32
     part_sum, part_mass = launch(
-        reading(decode, bits_of(k_pool, v_pool), ("k[j][c]", "v[j][c]")),
+        kernel,
         [
             q,
             elements_of(k_pool),

@@ -37,11 +37,10 @@ class MetalKernels(GpuKernels):
         units = opened.units[layer]
         if not len(units):
             return super().pools(cache, layer, plan)
-        k, v = (
-            OpenPool(*both) for both in zip((pool[layer] for pool in opened.pools), opened.held[layer], strict=True)
-        )
+        (k, v), (k_open, v_open) = opened.pools, opened.held[layer]
         key = "open", cache.device, units.tobytes()
-        return k, v, plan.once(key, lambda: mx.array(opened.places(layer, plan.table)))
+        table = plan.once(key, lambda: mx.array(opened.places(layer, plan.table)))
+        return OpenPool(k[layer], k_open), OpenPool(v[layer], v_open), table
 
     def attend_fused(self, cache: Cache, layer: int, q: mx.array, plan: StepPlan) -> FusedRead:
         """A layer whose K and V are written: the parts, but what was skipped is summed where groups are chosen."""

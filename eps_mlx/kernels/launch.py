@@ -11,15 +11,21 @@ Rules for bodies, so that one text compiles for Metal and for the tests' emulato
 - Offsets into pools are `size_t`. A simdgroup has 32 lanes; its operations stand where all of them come by.
 - Of Metal's library only what the emulator (tests/metal) defines is used.
 - Threadgroup memory (32 KiB at most) is read only after a barrier: simd operations order nothing.
+
+A GPU takes fewer threads in a threadgroup of a kernel that needs many registers, and MLX says so only when it computes.
+So `launch` computes what each kernel gives once; a function that is `fitted` is called again after a refusal, and asks
+for half as many (`threads_of`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import mlx.core as mx
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Sizes = tuple[int, int, int]
 # what `launch` calls, where set, in place of a GPU: (kernel, inputs, template, grid, threadgroup, shapes, dtypes)
 Runner = Callable[
@@ -27,6 +33,9 @@ Runner = Callable[
     list[mx.array],
 ]
 runner: Runner | None = None
+_REFUSAL = "maximum allowed threads per threadgroup"  # as MLX says it
+_computed: set[tuple[Any, ...]] = set()  # kernels with template and threads that a GPU has run
+_refused: set[tuple[str, int | None, int]] = set()  # kernels' names, D and the threads that were too many
 
 METAL_HEADER = """
 template <typename T, int N>
@@ -65,16 +74,55 @@ def launch(
 ) -> list[mx.array]:
     """The kernel's outputs. `grid` counts threads, not threadgroups; `template` holds dtypes, integers and bools."""
     assert len(inputs) == len(kernel.inputs) and len(output_shapes) == len(output_dtypes) == len(kernel.outputs)
-    if runner is not None:
-        return runner(kernel, inputs, template, grid, threadgroup, output_shapes, output_dtypes)
-    return compiled(kernel)(
-        inputs=inputs,
-        template=list(template.items()),
-        grid=grid,
-        threadgroup=threadgroup,
-        output_shapes=output_shapes,
-        output_dtypes=output_dtypes,
-    )
+    once = kernel.name, threadgroup, *template.values()
+    try:
+        if runner is not None:
+            outputs = runner(kernel, inputs, template, grid, threadgroup, output_shapes, output_dtypes)
+        else:
+            outputs = compiled(kernel)(
+                inputs=inputs,
+                template=list(template.items()),
+                grid=grid,
+                threadgroup=threadgroup,
+                output_shapes=output_shapes,
+                output_dtypes=output_dtypes,
+            )
+        if once not in _computed:
+            mx.eval(outputs)
+            _computed.add(once)
+    except ValueError as error:
+        place = kernel.name, template.get("D"), threadgroup[0]
+        if _REFUSAL not in str(error) or place in _refused:
+            raise
+        _refused.add(place)
+        raise TooManyThreads(str(error)) from error
+    return outputs
+
+
+class TooManyThreads(ValueError):
+    """A GPU takes fewer threads in a threadgroup of a kernel."""
+
+
+def fitted(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that launches a kernel of as many threads as `threads_of` says: it is called again where
+    these were too many."""
+
+    @wraps(call)
+    def again(*args: P.args, **kwargs: P.kwargs) -> R:
+        while True:
+            try:
+                return call(*args, **kwargs)
+            except TooManyThreads:
+                pass  # what is refused a second time, because no fewer serve, is another error
+
+    return again
+
+
+def threads_of(kernel: Kernel, threads: int, head_dim: int | None = None) -> int:
+    """Return the threads, whole simdgroups, of a threadgroup: half as many as often as the GPU has refused them."""
+    while threads > 32 and (kernel.name, head_dim, threads) in _refused:
+        threads = threads // 64 * 32
+    return threads
 
 
 def available() -> bool:

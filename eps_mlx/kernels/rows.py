@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from eps_core.backend.pages import Pool
 from eps_mlx.kernels.attend import READ_PIECE, ROW_LANES, SIMDGROUP_HEADS, check_shapes, merge_splits
-from eps_mlx.kernels.launch import Kernel, integers, launch
+from eps_mlx.kernels.launch import Kernel, fitted, integers, launch, threads_of
 from eps_mlx.kernels.values import beside, bits_of, elements_of, reading, rows_of, template_of
 
 SPLIT_TOKENS = 512  # of one threadgroup; changes speed and the order of float32 sums
@@ -253,6 +253,7 @@ rows = Kernel(
 )
 
 
+@fitted
 def attend_rows(
     q: mx.array,
     k_pool: Pool,
@@ -280,9 +281,10 @@ def attend_rows(
     split_tokens = max(SPLIT_TOKENS // _tile_tokens(group_size), 1) * _tile_tokens(group_size)
     splits = max(-(-units * unit_tokens // split_tokens), 1)
     wanted = -(-most_rows * repeat // SIMDGROUP_HEADS)
-    simdgroups = min(wanted, SIMDGROUPS)
+    kernel = reading(rows, bits_of(k_pool, v_pool), ("loaded", "loaded"))
+    simdgroups = threads_of(kernel, 32 * min(wanted, SIMDGROUPS), head_dim) // 32
     part_sum, part_mass, by_head = launch(
-        reading(rows, bits_of(k_pool, v_pool), ("loaded", "loaded")),
+        kernel,
         [
             q.astype(mx.float32) * (math.log2(math.e) / math.sqrt(head_dim)),
             elements_of(k_pool),

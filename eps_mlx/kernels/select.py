@@ -11,7 +11,7 @@ Estimates come as uint32 bits, so infinities survive any math mode.
 
 import mlx.core as mx
 
-from eps_mlx.kernels.launch import Kernel, integers, launch
+from eps_mlx.kernels.launch import Kernel, fitted, integers, launch, threads_of
 
 THREADS = 512  # of a row's threadgroup, a multiple of 32 up to 1024; changes speed only
 
@@ -302,18 +302,20 @@ def compact(selected_mask: mx.array, *, width: int) -> tuple[mx.array, mx.array]
     return groups, counts
 
 
+@fitted
 def _select(kernel: Kernel, inputs: list[mx.array], width: int, shares: bool = False) -> list[mx.array]:
     batch, kv_heads, num_groups = inputs[0].shape
     shapes, dtypes = [(batch, kv_heads, width), (batch, kv_heads)], [mx.int32, mx.int32]
+    threads = threads_of(kernel, THREADS)
     if shares:
         shapes += [(batch, kv_heads, num_groups), (batch, kv_heads)]
         dtypes += [mx.uint8, mx.float32]
     return launch(
         kernel,
         [*inputs, integers(num_groups, width)],
-        {"HKV": kv_heads, "THREADS": THREADS},
-        grid=(THREADS, batch * kv_heads, 1),
-        threadgroup=(THREADS, 1, 1),
+        {"HKV": kv_heads, "THREADS": threads},
+        grid=(threads, batch * kv_heads, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=shapes,
         output_dtypes=dtypes,
     )

@@ -6,8 +6,9 @@ Codes (`eps_core.reference.pages`) become values in registers, `code * scale` in
 everywhere, and are attended as such: only their bytes come from memory.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -55,8 +56,7 @@ def reading(kernel: Kernel, bits: tuple[int, int], to: tuple[str, str]) -> Kerne
     return replace(kernel, name=name, inputs=inputs, source=source)
 
 
-@dataclass(frozen=True)
-class OpenPool:
+class OpenPool(NamedTuple):
     """A pool [P, Hkv, U, D] with units that are open [N, Hkv, U, D], P + i of a table the i-th."""
 
     closed: mx.array
