@@ -4,6 +4,7 @@ import copy
 import re
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from test_conformance import Case, FilledCase, Pages, eps
 from eps_core.attention.layer import sparse_attention
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
+from eps_core.errors import ConfigError
 from eps_core.kv_cache.rows import Rows
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_mlx import open_units
@@ -27,6 +29,8 @@ from eps_mlx.kernels import dispatch, launch
 
 METAL, ARRAYS = bound("mlx", "metal"), bound("mlx", "arrays")
 UNIT, LAYERS, UNITS = 64, 2, 128
+# which chooses in its first unit, too
+SHORT = eps("rq", group_size=2, mean_tokens=32, combine="sum", budget_floor=0, num_sink_tokens=2, num_recent_tokens=2)
 
 
 class Steps:
@@ -122,8 +126,9 @@ def check_same(ours: Any, plain: Any, num_units: int) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case((75, 37, 64), eps("rq", group_size=2, mean_tokens=32), head_dim=64, dtype="bfloat16", steps=40),
-        Case((40, 3), eps("box"), steps=35, head_dim=33, dtype="float16"),
+        Case((75, 32, 64), SHORT, head_dim=64, dtype="float16", steps=20),
+        Case((150, 61), eps("rq", group_size=2, mean_tokens=64, combine="sum", cascade=(), rescore=0.0), steps=3),
+        Case((40, 3), eps("box"), steps=35, head_dim=33, dtype="bfloat16"),
         Case((50, 20), eps("meanstd"), num_heads=6, num_kv_heads=1, steps=20),
         Case((50, 20), eps("oracle"), steps=20),  # which reads keys
     ],
@@ -132,8 +137,13 @@ def check_same(ours: Any, plain: Any, num_units: int) -> None:
 def test_ragged_rows_fill_units(case: Case, metal_shim: Any) -> None:  # noqa: F811
     """All rows in a step, some of which begin a unit, until some have ended."""
     ours, plain = (FilledCase(backend, "cpu", case) for backend in (METAL, ARRAYS))
-    selected = METAL.select(METAL.score(ours.cache, 0, ours.native, ours.plan), ours.plan)
-    ours.attended(selected)
+    layers = []
+    for one in (ours, plain):
+        out, read = sparse_attention(one.backend, one.cache, 0, one.native, one.plan)
+        layers.append([*map(one.host, (out, read.lse, read.selection.groups, *read.pending.values()))])
+    assert layers[0][4].max() > 0  # the share that was skipped
+    for got, want in zip(*layers, strict=True):
+        np.testing.assert_allclose(got, want, atol=4 * ours.allowance + 1e-6)
     ours.attended(None)
     for b, length in enumerate(case.lengths):
         for got, want in zip(
@@ -144,6 +154,20 @@ def test_ragged_rows_fill_units(case: Case, metal_shim: Any) -> None:  # noqa: F
             assert np.array_equal(METAL.to_numpy(got), ARRAYS.to_numpy(want))
     assert case.config.cache_config.method_spec.reads_keys or len(ours.cache.k.opened.units[0])
     check_same(ours, plain, case.spec.num_units)
+
+
+def test_nan_is_noted_by_whatever_writes_it(metal_shim: Any) -> None:  # noqa: F811
+    cache = METAL.new_cache(CacheSpec(1, 2, 16, 4), eps("rq").cache_config, "cpu")
+    for token, value in enumerate((1.0, np.nan, 1.0, 1.0)):
+        k = np.ones((1, 2, 16), np.float32)
+        k[0, 1, 15] = value
+        given = METAL.from_numpy(k, "float32", "cpu")
+        cache = METAL.write_kv(cache, 0, given, given, np.array([token]))
+        if token in (1, 2):  # it stays noted until somebody asks
+            continue
+        with pytest.raises(ConfigError, match="NaN or Inf in K") if token == 3 else nullcontext():
+            METAL.check_finite(cache)
+    METAL.check_finite(cache)
 
 
 def decoded(backend: Any, say: Any) -> Pages:
