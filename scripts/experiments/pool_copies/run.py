@@ -4,10 +4,12 @@
 
 MLX writes a slice in place only where nothing else holds the array. A step that is evaluated before the next one is
 made leaves nothing behind. mlx-lm makes the next step while the GPU still computes this one, whose attention holds the
-pools. Both ways are run: the milliseconds of a step, and the most memory beyond what the cache takes, of which a copied
+pools; Metal kernels write beside them (`eps_mlx.open_units`), so the pools should not be copied. All are run, within
+one unit: the milliseconds of a step, and the most memory beyond what the cache takes, of which a copied
 pool is most.
 """
 
+import itertools
 import statistics
 import sys
 import time
@@ -33,12 +35,14 @@ from eps_mlx.cache import pending
 Q_HEADS, KV_HEADS, HEAD_DIM, CHUNK = 32, 8, 128, 4096
 
 
-def steps_of(backend: Backend, context: int, steps: int, asynchronous: bool, device: str) -> dict[str, Any]:
+def steps_of(
+    backend: Backend, context: int, steps: int, asynchronous: bool, device: str, kernels: str
+) -> dict[str, Any]:
     """The row of `steps` decode steps behind `context` tokens."""
     config = EpsConfig.of(method="rq")
     units = -(-(context + steps) // config.cache_config.unit_tokens)
     spec = CacheSpec(1, KV_HEADS, HEAD_DIM, units, "bfloat16")
-    cache, table = backend.new_cache(spec, config.cache_config, device), np.arange(units, dtype=np.int32)[None]
+    cache, table = backend.new_cache(spec, config.cache_config, device, kernels), np.arange(units, dtype=np.int32)[None]
     rng = np.random.default_rng(0)
 
     def drawn(*shape: int) -> Any:
@@ -64,24 +68,26 @@ def steps_of(backend: Backend, context: int, steps: int, asynchronous: bool, dev
         times.append(time.perf_counter() - began)
     pool_bytes = units * config.cache_config.unit_tokens * KV_HEADS * spec.kv_token_bytes
     return {
-        "type": "pool_copies", "context": context, "asynchronous": asynchronous, "steps": steps,
+        "type": "pool_copies", "context": context, "kernels": kernels, "asynchronous": asynchronous,
+        "steps": steps,
         "step_ms": round(1000 * statistics.median(times), 3), "pool_bytes": pool_bytes,
         "extra_bytes": max(mx.get_peak_memory() - held, 0),
     }  # fmt: skip
 
 
 @click.command()
-@click.option("--context", type=click.IntRange(min=2048), default=32768, show_default=True, help="Tokens.")
+@click.option("--context", type=click.IntRange(min=2048), default=32768, show_default=True, help="Tokens, whole units.")
 @click.option("--steps", type=click.IntRange(min=4), default=64, show_default=True)
 @click.option("--device", default="auto", show_default=True, help="cpu, or mps: the GPU.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 def main(context: int, steps: int, device: str, output: Path) -> None:
     with appended(output, {}) as writer:
-        for asynchronous in (False, True):
-            row = steps_of(eps_mlx, context, steps, asynchronous, device)
+        best = eps_mlx.usable_kernels(eps_mlx.devices()[-1] if device == "auto" else device)[-1]
+        for kernels, asynchronous in itertools.product((best, "arrays"), (False, True)):
+            row = steps_of(eps_mlx, context, steps, asynchronous, device, kernels)
             way = "the next step is made meanwhile" if asynchronous else "each step is waited for"
             share = row["extra_bytes"] / row["pool_bytes"]
-            print(f"{context:,} tokens, {way}: {row['step_ms']} ms a step, {share:.2f} of K and V in extra memory")
+            print(f"{context:,} tokens, {kernels}, {way}: {row['step_ms']} ms a step, {share:.2f} of K and V as extra")
             writer.write(row)
 
 
