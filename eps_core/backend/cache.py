@@ -146,7 +146,9 @@ def write_kv_tentative(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slo
     slots = np.asarray(slots, np.int64)
     check_write(cache.spec, cache.cache_config, (k.shape, v.shape), slots)
     if len(slots):
-        write_rows(ops, cache, layer, k, v, slots)
+        kernels = ops.kernels_of(cache.kernels)
+        if kernels.place_drafts is None or kernels.place_drafts(cache, layer, k, v, slots) is None:
+            write_rows(ops, cache, layer, k, v, slots)
         invalidate(ops, cache, layer, slots)
     return cache
 

@@ -60,8 +60,17 @@ class MetalKernels(GpuKernels):
     def place_rows(
         self, cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray
     ) -> tuple[mx.array, mx.array] | None:
-        """K and V [N, Hkv, D] as they were stored in the units that are open from now on, and whether K is finite; None
-        of tokens that share a unit, and of pools of codes: no kernel writes these."""
+        """K and V [N, Hkv, D] as they were stored in the units that are open from now on; None of tokens that share a
+        unit, and of pools of codes: no kernel writes these."""
+        finite = self.place_drafts(cache, layer, k, v, slots)
+        if finite is None:
+            return None
+        cache.finite[layer], dtype = finite, OPS.dtypes[cache.spec.dtype]
+        with OPS.place(cache):
+            return OPS.cast(k, dtype), OPS.cast(v, dtype)
+
+    def place_drafts(self, cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray) -> mx.array | None:
+        """As `place_rows`. Return whether K was finite and is with these tokens, which nobody else is told."""
         units, offsets = np.divmod(slots, cache.cache_config.unit_tokens)
         if cache.spec.quantised or len(np.unique(units)) < len(units):
             return None
@@ -69,9 +78,8 @@ class MetalKernels(GpuKernels):
         with OPS.place(cache):
             k_open, v_open, places = opened.open(layer, units, offsets)
             k_open, v_open, finite = write_tokens(k, v, k_open, v_open, places, cache.finite[layer])
-            opened.held[layer], cache.finite[layer] = (k_open, v_open), finite
-            dtype = OPS.dtypes[cache.spec.dtype]
-            return OPS.cast(k, dtype), OPS.cast(v, dtype)
+            opened.held[layer] = k_open, v_open
+            return finite
 
     def estimates(
         self, cache: Cache, layer: int, q: mx.array, plan: StepPlan, table: mx.array, lengths: mx.array
@@ -124,5 +132,7 @@ def _unsupported_layer(cache: Cache, layer: int, q: mx.array, plan: StepPlan) ->
 
 kernels = MetalKernels()
 KERNELS = kernels.table(
-    place_rows=Kernel(kernels.place_rows), attend_fused=Kernel(kernels.attend_fused, _unsupported_layer)
+    place_rows=Kernel(kernels.place_rows),
+    place_drafts=Kernel(kernels.place_drafts),
+    attend_fused=Kernel(kernels.attend_fused, _unsupported_layer),
 )
