@@ -1,4 +1,4 @@
-"""Attention over listed groups of the paged cache: split-KV decode, then a merge of the splits.
+"""Attention over listed groups of the paged cache: split-KV decode, then a merge of the splits where there are several.
 
 One threadgroup serves one kv head and one split of its tokens, read where they lie: nothing is gathered. The tokens of
 the listed groups, one after another, are dealt to simdgroups in equal runs, whatever the group size, so a list of many
@@ -187,6 +187,7 @@ _DECODE = (
     threadgroup float shared_largest[WALKERS * PARTS * HEADS];
     threadgroup float shared_mass[WALKERS * PARTS * HEADS];
     threadgroup float shared_sum[WALKERS * PARTS * D];
+    threadgroup float total[R];
     if (lane == 0) {
         #pragma unroll
         for (int h = 0; h < HEADS; h++) {
@@ -195,6 +196,25 @@ _DECODE = (
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (tid < R) {
+        float top = NONE;
+        float whole = 0.0f;
+        for (int w = 0; w < WALKERS; w++) {
+            top = max(top, shared_largest[w * PARTS * HEADS + tid]);
+        }
+        for (int w = 0; w < WALKERS; w++) {
+            const int other = w * PARTS * HEADS + tid;
+            whole += shared_mass[other] * exp2(shared_largest[other] - top);
+        }
+        total[tid] = whole;
+        const size_t at = ((size_t(row) * R + tid) * splits + split) * 2;
+        if (WHOLE) {
+            part_mass[at / 2] = whole == 0.0f ? -INFINITY : (top + log2(whole)) * 0.6931471805599453f;
+        } else {
+            part_mass[at] = top;
+            part_mass[at + 1] = whole;
+        }
+    }
     #pragma unroll
     for (int h = 0; h < HEADS; h++) {
         float top = NONE;
@@ -217,18 +237,9 @@ _DECODE = (
                 whole += shared_sum[w * PARTS * D + i];
             }
             if (head < R) {
-                part_sum[((size_t(row) * R + head) * splits + split) * D + i % D] = whole;
+                const size_t at = ((size_t(row) * R + head) * splits + split) * D + i % D;
+                part_sum[at] = static_cast<OUT>(!WHOLE ? whole : total[head] == 0.0f ? 0.0f : whole / total[head]);
             }
-        }
-        if (simdgroup < PARTS && lane == 0 && first_head + h < R) {
-            float whole = 0.0f;
-            for (int w = 0; w < WALKERS; w++) {
-                const int other = (w * PARTS + simdgroup) * HEADS + h;
-                whole += shared_mass[other] * exp2(shared_largest[other] - top);
-            }
-            const size_t at = ((size_t(row) * R + first_head + h) * splits + split) * 2;
-            part_mass[at] = top;
-            part_mass[at + 1] = whole;
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
@@ -301,7 +312,8 @@ def attend_groups(
     walkers = max(threads_of(kernel, max(SIMDGROUPS // parts, 1) * parts * 32, head_dim) // (parts * 32), 1)
     capacity = table.shape[1] * unit_tokens if dense else width * group_size
     splits = num_splits(batch * kv_heads, capacity, walkers * SPLIT_ROWS)
-    threads = walkers * parts * 32
+    threads, whole = walkers * parts * 32, splits == 1
+    dtype = q.dtype if whole else mx.float32
     part_sum, part_mass = launch(
         kernel,
         [
@@ -323,13 +335,17 @@ def attend_groups(
             "HEADS": -(-repeat // parts),
             "WALKERS": walkers,
             "DENSE": dense,
+            "WHOLE": whole,
+            "OUT": dtype,
         },
         grid=(threads, batch * kv_heads, splits),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(batch, num_heads, splits, head_dim), (batch, num_heads, splits, 2)],
-        output_dtypes=[mx.float32, mx.float32],
+        output_shapes=[q.shape, q.shape[:2]]
+        if whole
+        else [(batch, num_heads, splits, head_dim), (batch, num_heads, splits, 2)],
+        output_dtypes=[dtype, mx.float32],
     )
-    return merge_splits(part_sum, part_mass, q.dtype)
+    return (part_sum, part_mass) if whole else merge_splits(part_sum, part_mass, q.dtype)
 
 
 def check_shapes(q: mx.array, k_pool: Pool, v_pool: Pool, table: mx.array, lengths: mx.array, group_size: int) -> None:
