@@ -84,11 +84,8 @@ class MetalKernels(GpuKernels):
     def estimates(
         self, cache: Cache, layer: int, q: mx.array, plan: StepPlan, table: mx.array, lengths: mx.array
     ) -> mx.array:
-        cache_config, summary, selection_config = (
-            cache.cache_config,
-            cache.summaries[layer],
-            plan.config.selection_config,
-        )
+        cache_config, summary = cache.cache_config, cache.summaries[layer]
+        selection_config = plan.config.selection_config
         pool, _, places = self.pools(cache, layer, plan)
         summed, codes = selection_config.combine == "sum", isinstance(pool, CodePool)
         first = (pool, places) if summed and not codes else None

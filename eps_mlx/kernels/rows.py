@@ -283,6 +283,7 @@ def attend_rows(
     wanted = -(-most_rows * repeat // SIMDGROUP_HEADS)
     kernel = reading(rows, bits_of(k_pool, v_pool), ("loaded", "loaded"))
     simdgroups = threads_of(kernel, 32 * min(wanted, SIMDGROUPS), head_dim) // 32
+    pool_rows = rows_of(k_pool)
     part_sum, part_mass, by_head = launch(
         kernel,
         [
@@ -293,14 +294,7 @@ def attend_rows(
             lengths,
             starts,
             integers(
-                kv_heads,
-                units,
-                group_size,
-                unit_tokens // group_size,
-                splits,
-                split_tokens,
-                simdgroups,
-                rows_of(k_pool),
+                kv_heads, units, group_size, unit_tokens // group_size, splits, split_tokens, simdgroups, pool_rows
             ),
             *beside(k_pool, v_pool),
         ],

@@ -206,7 +206,7 @@ _WITH_SHARE = {
     threadgroup float tops[SIMDS];
     threadgroup float masses[2 * SIMDS];
     float top = -3e38f;
-    float all = 0.0f;
+    float whole = 0.0f;
     float skipped_mass = 0.0f;""",
     "seen": """
                     if (g < stop && (held & 0x7f800000u) != 0x7f800000u) {
@@ -224,25 +224,25 @@ _WITH_SHARE = {
                         visit[size_t(row) * num_groups + g] = listed ? 1 : 0;
                         const bool finite = (held & 0x7f800000u) != 0x7f800000u;
                         const float mass = finite ? exp(as_type<float>(held) - top) : 0.0f;
-                        all += mass;
+                        whole += mass;
                         skipped_mass += listed ? 0.0f : mass;
                     }""",
     "end": """
     for (int g = limit + tid; g < num_groups; g += THREADS) {
         visit[size_t(row) * num_groups + g] = 0;
     }
-    all = simd_sum(all);
+    whole = simd_sum(whole);
     skipped_mass = simd_sum(skipped_mass);
     if (lane == 0) {
-        masses[2 * sg] = all;
+        masses[2 * sg] = whole;
         masses[2 * sg + 1] = skipped_mass;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (sg == 0) {
-        all = simd_sum(lane < SIMDS ? masses[2 * lane] : 0.0f);
+        whole = simd_sum(lane < SIMDS ? masses[2 * lane] : 0.0f);
         skipped_mass = simd_sum(lane < SIMDS ? masses[2 * lane + 1] : 0.0f);
         if (lane == 0) {
-            skipped[row] = skipped_mass / max(all, 1e-30f);
+            skipped[row] = skipped_mass / max(whole, 1e-30f);
         }
     }
 """,
