@@ -223,19 +223,21 @@ def test_clang_refuses_what_metal_would(name: str) -> None:
 
 @pytest.mark.parametrize("most", [1024, 300, 64])
 def test_a_gpu_that_refuses_threads_gets_fewer(most: int, metal_shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """As MLX refuses them, once for a kernel and a shape; what was refused is not asked for again."""
-    runner, asked = launch.runner, []
-    for name in ("_refused", "_computed"):
-        monkeypatch.setattr(launch, name, set())
+    """As MLX refuses them, when it computes and not before; what was refused is not asked for again."""
+    runner, evaluate, asked = launch.runner, mx.eval, []
 
     def run(kernel: Any, inputs: Any, template: Any, grid: Any, threadgroup: Any, *given: Any) -> list[mx.array]:
         asked.append((kernel.name, threadgroup[0]))
-        if threadgroup[0] > most and kernel.name in ("eps_attend_decode", "eps_attend_rows", "eps_compact"):
-            raise ValueError(
-                f"Thread group size ({threadgroup[0]}) is greater than  the maximum allowed threads per threadgroup "
-                f"({most})."
-            )
         return runner(kernel, inputs, template, grid, threadgroup, *given)
+
+    def compute(*arrays: Any) -> None:
+        name, threads = asked[-1]
+        if threads > most and name in whole:
+            text = (
+                f"Thread group size ({threads}) is greater than  the maximum allowed threads per threadgroup ({most})."
+            )
+            raise ValueError(text)
+        evaluate(*arrays)
 
     case = Case((150, 70), (20, 3), num_heads=8, num_kv_heads=2, head_dim=64, block_size=64)
     one = Filled(METAL, "cpu", case, np.random.default_rng(1))
@@ -249,16 +251,20 @@ def test_a_gpu_that_refuses_threads_gets_fewer(most: int, metal_shim: Any, monke
         return [np.array(x) for x in (*states[0], read.out, read.lse, *select.compact(mask, width=300))]
 
     want = found()
+    whole = {"eps_attend_decode": 256, "eps_attend_rows": 512, "eps_compact": 512}
+    for name in ("_refused", "_computed"):
+        monkeypatch.setattr(launch, name, set())
     monkeypatch.setattr(launch, "runner", run)
+    monkeypatch.setattr(mx, "eval", compute)
     for got in (found(), found()):
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
     sizes = {name: [threads for kernel, threads in asked if kernel == name] for name, _ in asked}
-    whole = {"eps_attend_decode": 256, "eps_attend_rows": 512, "eps_compact": 512}
     for name, threads in whole.items():
         halves = [threads >> i for i in range(5) if threads >> i > most]
         fits = next(threads >> i for i in range(5) if threads >> i <= most)
         assert sizes[name] == [*halves, fits, fits]
-    monkeypatch.setattr(launch, "runner", lambda *given: run(*given[:4], (most + 1, 1, 1), *given[5:]))
-    with pytest.raises(ValueError, match="is greater than"):  # whatever is asked for
+    most = 16  # of which no simdgroup is made
+    launch._computed.clear()
+    with pytest.raises(ValueError, match="is greater than"):
         select.compact(mask, width=300)
