@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import torch
 import triton_interpreter
+from test_hook_transformers import Reads
 from torch.utils._python_dispatch import TorchDispatchMode
 from verified_runs import Model, same
 
@@ -322,6 +323,24 @@ def test_a_second_run_changes_nothing(model) -> None:
     assert torch.equal(results, again.results)
     assert all(torch.equal(a, b) for a, b in zip(k, cache.k, strict=True))
     assert all(torch.equal(a, b["codes"]) for a, b in zip(codes, cache.summaries, strict=True))
+
+
+def test_uploads_of_a_step_that_is_not_captured_do_not_block(model, monkeypatch) -> None:
+    _, cache, decoder = decode(model, "triton", steps=1)
+    monkeypatch.setattr(graph, "covers", lambda *arguments: False)
+    launched = []
+    # the interpreter would read what kernels are given
+    monkeypatch.setattr(
+        type(select_kernels._list), "__getitem__", lambda self, grid: lambda *args, **named: launched.append(self)
+    )
+    with Reads() as read:
+        made = torch.from_numpy
+        monkeypatch.setattr(torch, "from_numpy", lambda array: read.on_host.append(made(array)) or read.on_host[-1])
+        decoder.step(
+            cache, np.array([5]), np.array([399]), np.arange(8, dtype=np.int32)[None], np.array([400]),
+            CONFIG.selection_config,
+        )  # fmt: skip
+    assert launched and len(read.on_host) > 5 and "to" not in read.seen
 
 
 def test_few_steps_are_kept(model, monkeypatch) -> None:
