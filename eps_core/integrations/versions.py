@@ -69,7 +69,8 @@ INTERFACES = {
         f"{_VLLM}.backend:AttentionCGSupport": "",
         f"{_VLLM}.backend:CommonAttentionMetadata":
             "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound max_seq_len block_table_tensor "
-            "slot_mapping is_prefilling",
+            "slot_mapping is_prefilling max_query_len causal",
+        "vllm.config.compilation:CUDAGraphMode.has_full_cudagraphs": "",
         "vllm.config:get_current_vllm_config": "",
         "vllm.config:get_current_vllm_config_or_none": "",
         "vllm.forward_context:get_forward_context": "",
