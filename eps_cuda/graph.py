@@ -184,11 +184,12 @@ def attend_static(
 
 def _static(model: Any, cache: Cache, plan: StepPlan, sparse: bool, draft: bool = False) -> StaticStep:
     """The kept step for tables of at least this width, or a new one: as wide as the pool allows for sequences of one
-    length, so that one step serves a whole generation. Kernels pass over what is past a sequence's end."""
+    length, so that one step serves a whole generation. Kernels pass over what is past a sequence's end, unless they
+    read codes in stages; a draft's masks are as wide as its table."""
     batch, num_units = plan.table.shape
     config = plan.config if sparse else None
     share, bucket = cache.spec.num_units // batch, BUCKET_TOKENS // cache.cache_config.unit_tokens
-    num_units = share if num_units <= share else -(-num_units // bucket) * bucket
+    num_units = share if num_units <= share and not draft else -(-num_units // bucket) * bucket
     key = (id(model), batch, num_units, config, draft)
     static = cache.steps.pop(key, None)
     if static is None or static.owner() is not model:

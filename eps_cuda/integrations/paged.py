@@ -124,8 +124,7 @@ class PagedRuntime:
             if not isinstance(on, bool):
                 raise ConfigError(f"on {on!r} is not true or false")
             self.sparse.on = on
-            if not on:
-                self.forget()
+            self.forget()  # K that is written while it is off has no summary, but may lie where there was one
         return {"on": self.sparse.on, **self.described(), **self.settings.flat()}
 
     def stats(self) -> dict[str, Any]:

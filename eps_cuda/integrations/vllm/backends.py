@@ -73,10 +73,13 @@ class EpsImpl:
             result: Tensor = stock(attn_metadata=attn_metadata)
             return result
         if attn_metadata.eps_decode is not None:
-            attn_metadata.eps_decode.attend(place, self, query, key, value, attn_metadata, output, stock)
+            attn_metadata.eps_decode.attend(place, self, query, key, value, output)
         else:
             runtime.route.forward(runtime, place, self, layer, query, attn_metadata, output, stock)
         return output
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False  # EPS writes numbers as they are
 
     def fused_rope_kvcache_supported(self) -> bool:
         return False  # it would write K past `do_kv_cache_update`
@@ -96,6 +99,7 @@ class EpsBuilder:
             self.eps_runtime = self.eps_runtime or runtime_of(context.get(name))
         if self.eps_runtime is not None:
             self.eps_runtime.start(layer_names, kv_cache_spec.block_size)
+            self.eps_runtime.release()  # blocks that vLLM made to measure its memory, and has given back
             if not any(name in self.eps_runtime.places for name in layer_names):
                 self.eps_runtime = None  # all layers are dense: nothing reads the batch on the host
 

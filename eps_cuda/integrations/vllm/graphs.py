@@ -18,7 +18,6 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.platform_utils import is_pin_memory_available
 
 from eps_core.attention.layer import LayerRead, dense_read
-from eps_core.backend.gpu import covers_codes
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import require
 from eps_core.integrations.layers import STEPS_HELD
@@ -40,30 +39,21 @@ class DecodeBatch:
 
     graphs: "DecodeGraphs"
     slots: Tensor  # [B] int64, -1 where a row is padding
-    lengths: Tensor  # [B] int32, then 0
+    lengths: Tensor  # [B] int32, 0 where a row is padding
     table: Tensor  # [B, M] int32 units, which are vLLM's blocks
     wanted: Tensor  # [B] int32 groups
     depth: Depth
 
-    def attend(
-        self, place: int, impl: Any, query: Tensor, key: Tensor, value: Tensor, metadata: Any, output: Tensor,
-        stock: Any,
-    ) -> None:  # fmt: skip
+    def attend(self, place: int, impl: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Write K and V of a layer and attend, to the first rows of output [tokens, Hq, D]."""
         graphs, rows = self.graphs, len(self.lengths)
-        config, cache = graphs.config, graphs.cache
-        key, value = first_rows(key, rows), first_rows(value, rows)
-        if config.selection_config.dense_layer(place):
-            dispatch.write(cache, place, key, value, self.slots)
-            stock(attn_metadata=metadata)
-            return
+        cache, kv_heads = graphs.cache, graphs.cache.spec.num_kv_heads
         into = dispatch.Into(
-            first_rows(output, rows),
-            graphs.skipped[place, :rows],
-            graphs.state[place, : rows * cache.spec.num_kv_heads],
+            first_rows(output, rows), graphs.skipped[place, :rows], graphs.state[place, : rows * kv_heads]
         )
-        query = scaled(first_rows(query, rows), impl.scale, impl.head_size)
-        attend_static(config, cache, place, query, key, value, self, self.depth, graphs.most_groups, into=into)
+        query, key, value = (first_rows(one, rows) for one in (query, key, value))
+        query = scaled(query, impl.scale, impl.head_size)
+        attend_static(graphs.config, cache, place, query, key, value, self, self.depth, graphs.most_groups, into=into)
 
 
 class DecodeGraphs:
@@ -71,15 +61,16 @@ class DecodeGraphs:
 
     def __init__(self, runtime: Any, most_rows: int, most_tokens: int) -> None:
         require(
-            runtime.cache.kernels == "triton" and covers_codes(runtime.cache),
-            f"kernels {runtime.cache.kernels} cannot be captured in vLLM's CUDA graphs: start it with "
+            runtime.cache.kernels == "triton",
+            f"vLLM's CUDA graphs cannot hold kernels {runtime.cache.kernels}: start it with "
             """--compilation-config '{"cudagraph_mode": "PIECEWISE"}'""",
         )
         self.runtime, self.cache = runtime, runtime.cache
         self.config: EpsConfig = runtime.sparse.config  # what is captured: of it the budget alone may change
         spec, cache_config, device = self.cache.spec, self.config.cache_config, self.cache.valid[0].device
         self.most_groups = -(-most_tokens // cache_config.unit_tokens) * cache_config.groups_per_unit
-        self._most = [*self.config.cascade_groups(most_tokens, spec.head_dim), self.config.rescored_groups(most_tokens)]
+        most = [*self.config.cascade_groups(most_tokens, spec.head_dim), self.config.rescored_groups(most_tokens)]
+        self._most = [self.most_groups if count else 0 for count in most]  # whatever the budget becomes
         # groups that a row selects, and of which each further part of codes and the rescoring bit are read
         self._budgets = torch.zeros((1 + len(self._most), most_rows), dtype=torch.int32, device=device)
         self.skipped = torch.zeros((spec.num_layers, most_rows, spec.num_kv_heads), device=device)
@@ -88,27 +79,33 @@ class DecodeGraphs:
         )
         self._before: tuple[StepPlan, np.ndarray] | None = None  # of the last batch, and the rows that it counts
         self._slots: list[Tensor] = []
+        self.unseen = True  # whether rows may have come whose K EPS did not see, where there is such (`runtime.lazy`)
 
     @torch.inference_mode()
     def begin(self, common: Any) -> DecodeBatch | None:
-        """Return the next batch by vLLM's metadata; None: it has rows of several tokens. Waits for the device once in
-        `HELD` batches, and while K may be there that EPS did not see."""
-        if common.max_query_len != 1 or common.causal is not True:
+        """Return the next batch by vLLM's metadata; None: no graph serves it, as it has rows of several tokens, say.
+        Waits for the device once in `HELD` batches, and where rows came whose K EPS may not have seen."""
+        runtime, rows = self.runtime, len(common.seq_lens)
+        most_rows = runtime.vllm_config.compilation_config.max_cudagraph_capture_size
+        if common.max_query_len != 1 or common.causal is not True or rows > (most_rows or rows):
             self.settle()
+            self.unseen = True
             return None
         self._take()
-        rows, runtime = len(common.seq_lens), self.runtime
-        lengths = np.zeros(rows, np.int64)
+        lengths, prefilling = np.zeros(rows, np.int64), np.zeros(rows, bool)
         known = common.seq_lens_cpu_upper_bound
-        known = on_host(common.seq_lens if known is None else known)[:rows]
-        lengths[: len(known)] = known
-        prefilling = np.zeros(rows, bool)
-        if common.is_prefilling is not None:
-            flags = on_host(common.is_prefilling)[:rows]
-            prefilling[: len(flags)] = flags
-        if runtime.lazy or len(self._slots) >= HELD:
+        for target, source in (
+            (lengths, common.seq_lens if known is None else known),
+            (prefilling, common.is_prefilling),
+        ):
+            if source is not None:
+                found = on_host(source)[:rows]
+                target[: len(found)] = found
+        adopts = runtime.lazy and runtime.sparse.on and self.unseen
+        if adopts or len(self._slots) >= HELD:
             self.settle()
-        if runtime.lazy and runtime.sparse.on:
+        self.unseen = bool(prefilling.any())
+        if adopts:
             self._adopt(common, lengths)
 
         # budgets may have changed since the capture: they are the host's
@@ -121,17 +118,19 @@ class DecodeGraphs:
         parts = [(part, most) for part, most in zip(self._budgets[1:, :rows], self._most, strict=True)]
         depth = Depth(tuple(parts[:-1]), parts[-1], self.config.selection_config.reads_at_once)
 
-        runtime.counts["prefill_rows"] += int(prefilling.sum())
-        runtime.count_forward()
-        counted = np.flatnonzero(~prefilling & (lengths > 0)) if runtime.sparse.on else np.zeros(0, np.int64)
-        self._before = plan, counted
+        # a row past its prompt has two tokens at least: one alone is of a batch that vLLM makes up
+        decoding = ~prefilling & (lengths > 1)
+        if prefilling.any() or decoding.any():
+            runtime.counts["prefill_rows"] += int(prefilling.sum())
+            runtime.count_forward()
+        self._before = plan, np.flatnonzero(decoding if runtime.sparse.on else decoding & False)
         self._slots.append(common.slot_mapping[:rows].clone())
         return DecodeBatch(
             self, common.slot_mapping[:rows], common.seq_lens, common.block_table_tensor, self._budgets[0, :rows], depth
         )
 
     def batch_of(self, layer: Any) -> DecodeBatch | None:
-        """Return the batch of the forward that runs; None: it has rows of several tokens, or no metadata (a dummy)."""
+        """Return the batch of the forward that runs; None: no graph serves it, or it has no metadata (a dummy)."""
         found = (get_forward_context().attn_metadata or {}).get(layer.layer_name)
         batch: DecodeBatch | None = getattr(found, "eps_decode", None)
         return batch
@@ -157,27 +156,24 @@ class DecodeGraphs:
 
     def _take(self) -> None:
         """Keep what the batch before has left, which the next one overwrites."""
-        if self._before is None:
+        before, self._before = self._before, None
+        if before is None or not len(before[1]):
             return
-        (plan, counted), self._before = self._before, None
-        if not len(counted):
-            return
-        kv_heads, dense_layer = self.cache.spec.num_kv_heads, self.config.selection_config.dense_layer
+        plan, counted = before
         rows: Any = slice(len(counted))
-        if len(counted) < len(plan.lengths):
+        if counted[-1] >= len(counted):  # not padding alone is left out
             rows = torch.from_numpy(counted).to(self.state.device, non_blocking=True)
         skipped = self.skipped[:, rows].clone()
-        state = self.state.unflatten(1, (-1, kv_heads))[:, rows].clone()
+        state = self.state.unflatten(1, (-1, self.cache.spec.num_kv_heads))[:, rows].clone()
         plan = StepPlan.of(plan.config, plan.table[counted], plan.lengths[counted])
         reads: dict[int, LayerRead] = {}
         for place in range(self.cache.spec.num_layers):
             read = reads[place] = dense_read(self.cache, plan)
-            if not dense_layer(place):
-                read.stats.summary_bytes_read = plan.summary_bytes(self.cache.spec)
-                read.pending = {
-                    "counts": state[place, :, :, 2], "skipped_mass": skipped[place],
-                    "always_selected": state[place, :, 0, 4],
-                }  # fmt: skip
+            read.stats.summary_bytes_read = plan.summary_bytes(self.cache.spec)
+            read.pending = {
+                "counts": state[place, :, :, 2], "skipped_mass": skipped[place],
+                "always_selected": state[place, :, 0, 4],
+            }  # fmt: skip
         self.runtime.sparse.add_step(self.cache, plan, reads)
 
     def _adopt(self, common: Any, lengths: np.ndarray) -> None:

@@ -1,7 +1,8 @@
 """EPS's counters as Prometheus reads them: on the server's own /metrics, though they are counted in other processes.
 
 The first process of a server names a folder, which its workers inherit; each worker writes its counters to a file there
-once a second at most, the last ones a second or two later, and the server's registry reads them when it is asked.
+once a second at most, the last ones a second or two later, and the server's registry reads them when it is asked. A
+batch that was computed by a CUDA graph counts once the next one comes.
 """
 
 import json

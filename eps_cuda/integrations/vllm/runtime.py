@@ -106,6 +106,11 @@ class Runtime(PagedRuntime):
             self._make(tensors, layer.impl)
         return True
 
+    def release(self) -> None:
+        """Hold no block tensors, until the next write brings some."""
+        self.cache = self.graphs = None
+        self._pointers = []
+
     def _make(self, tensors: list[Tensor], impl: Any) -> None:
         assert self.settings is not None
         settings, first = self.settings, tensors[0]
@@ -169,12 +174,14 @@ class Runtime(PagedRuntime):
 
     def forget(self) -> None:
         self.settle()
+        if self.graphs is not None:
+            self.graphs.unseen = True
         super().forget()
         if self.route is not None:
             self.route.forget()
 
     def settle(self) -> None:
-        """Count the decode batches that are still on the device."""
+        """Count the decode batches that are still on the device, and wait for it where there are any."""
         if self.graphs is not None:
             self.graphs.settle()
 
