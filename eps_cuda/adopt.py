@@ -8,6 +8,8 @@ from eps_core.backend.cache import finalize, mark_valid, read_kv, write_kv
 from eps_cuda.cache import Cache
 from eps_cuda.ops import OPS
 
+ADOPTED_TOKENS = 8192  # at a time, whose K and V are copied
+
 
 @torch.inference_mode()
 def forget(cache: Cache) -> None:
@@ -32,28 +34,35 @@ def mark_written(cache: Cache, layer: int, slots: np.ndarray) -> None:
 def adopt(cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray) -> int:
     """Summarises the tokens of sequences, table [B, M] units and lengths [B], that lie in pool units of which a full
     group has no valid summary, and says how many tokens these are. K and V are read (K is counted in `bytes_k_reread`)
-    and written again where they lie: whatever follows from a write, follows here."""
+    and written again where they lie, ADOPTED_TOKENS at a time: whatever follows from a write, follows here."""
     size = cache.cache_config.unit_tokens
     done: set[int] = set()
     num_tokens = 0
-    for units, length in zip(table, lengths.tolist(), strict=True):
-        for index in range(-(-length // size)):
-            unit, held = int(units[index]), min(length - index * size, size)
-            if unit in done or not any(_lacks(one, layer, unit, held) for one in cache.parts()):
-                continue
-            done.add(unit)
-            k, v = read_kv(OPS, cache, layer, np.array([unit]), held)
-            cache.tokens_reread += held
-            write_kv(OPS, cache, layer, k, v, unit * size + np.arange(held))
-            num_tokens += held
+    for row, length in zip(table, lengths.tolist(), strict=True):
+        units = row[: -(-length // size)]
+        held = np.minimum(length - np.arange(len(units)) * size, size)
+        lacking = np.any([_lacks(one, layer, units, held) for one in cache.parts()], axis=0)
+        missing = [index for index in np.flatnonzero(lacking).tolist() if int(units[index]) not in done]
+        done |= set(units[missing].tolist())
+        for start in range(0, len(missing), ADOPTED_TOKENS // size):
+            part = missing[start : start + ADOPTED_TOKENS // size]
+            starts = zip(units[part].tolist(), held[part].tolist(), strict=True)
+            slots = np.concatenate([unit * size + np.arange(count) for unit, count in starts])
+            # the last unit of a sequence alone may not be full
+            k, v = read_kv(OPS, cache, layer, units[part], len(slots))
+            cache.tokens_reread += len(slots)
+            write_kv(OPS, cache, layer, k, v, slots)
+            num_tokens += len(slots)
     return num_tokens
 
 
-def _lacks(one: Cache, layer: int, unit: int, held: int) -> bool:
-    """Return whether a group among the first `held` tokens of a unit is full and has no valid summary."""
-    first = unit * one.cache_config.spans_per_unit
-    full = np.arange(first, first + held // one.cache_config.span_tokens)
-    return not one.state[layer].valid(full).all()
+def _lacks(one: Cache, layer: int, units: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Return which units [N] have a full group without a valid summary among their first held [N] tokens: bool [N]."""
+    per_unit, span_tokens = one.cache_config.spans_per_unit, one.cache_config.span_tokens
+    index = np.arange(per_unit)
+    full = (index + 1) * span_tokens <= held[:, None]
+    lacking: np.ndarray = (full & ~one.state[layer].valid(units[:, None] * per_unit + index)).any(axis=1)
+    return lacking
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.load import load_backend
+from eps_cuda import adopt as adopt_module
 from eps_cuda.adopt import adopt, forget, mark_written
 from eps_cuda.cache import Cache
 
@@ -172,7 +173,11 @@ def test_pools_that_do_not_fit_are_refused() -> None:
     assert eps.new_cache(spec, config.cache_config, "cpu", "arrays", good).k[0] is k
 
 
-def test_what_an_engine_wrote_is_adopted_as_if_eps_had_been_there() -> None:
+@pytest.mark.parametrize("at_a_time", [8192, 256], ids=["whole", "in parts"])
+def test_what_an_engine_wrote_is_adopted_as_if_eps_had_been_there(
+    at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adopt_module, "ADOPTED_TOKENS", at_a_time)
     config = EpsConfig.of(method="rq", bound_bits=8, budget=0.2)
     watched, late = caches(config, pages, "numba", "float32")
     table, rng = fill(config, (watched, late))

@@ -76,6 +76,7 @@ INTERFACES = {
         "vllm.forward_context:get_forward_context": "",
         "vllm.platforms:current_platform": "",
         "vllm.utils.platform_utils:is_pin_memory_available": "",
+        "vllm.v1.kv_cache_layout:KVCacheLayout": "",
     },
     "sglang": {
         "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS": "",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from eps_cuda.integrations.vllm import backends, register
 from eps_cuda.integrations.vllm.asked import Asked
@@ -77,3 +78,16 @@ def test_blocks_are_whole_units_where_rows_are_read(monkeypatch: pytest.MonkeyPa
     for want, blocks in ((None, {16: 16}), (stock, {16: 16}), (ROWS, {16: 64, 256: 256}), (wide, {16: 256})):
         monkeypatch.setattr(backends, "asked_now", lambda want=want: want)
         assert {default: found.get_preferred_block_size(default) for default in blocks} == blocks
+
+
+def test_rows_prefer_each_heads_tokens_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, stock in (("TRITON_ATTN", None), ("CPU_ATTN", (KVCacheLayout.LBHNC,))):
+        found = class_of(name)
+        for want, expected in ((None, stock), (Asked({"method": "meanstd"}, "stock"), stock), (ROWS, True)):
+            monkeypatch.setattr(backends, "asked_now", lambda want=want: want)
+            found.get_impl_cls()
+            layouts = found.supported_kv_cache_layouts()
+            if expected is True:
+                assert layouts[0] == KVCacheLayout.LBHNC and (stock is None) == (len(layouts) > 1)
+            else:
+                assert layouts == expected

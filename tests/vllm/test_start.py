@@ -7,6 +7,8 @@ from typing import Any
 
 import engines
 import pytest
+from vllm import envs
+from vllm.config.compilation import CUDAGraphMode
 
 from eps_core.errors import ConfigError
 from eps_core.integrations.settings import Settings
@@ -80,6 +82,10 @@ def configured(**changes: Any) -> Any:
             "tensor_parallel_size": 1,
         },
         "kv_transfer_config": None, "speculative_config": None,
+        "compilation_config": {
+            "cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE, "use_inductor_graph_partition": False,
+            "splitting_ops_contain_attention": lambda: True, "splitting_ops_contain_kv_cache_update": lambda: True,
+        },
     }  # fmt: skip
     for name, value in changes.items():
         part, _, inner = name.partition("__")
@@ -104,6 +110,9 @@ def configured(**changes: Any) -> Any:
         ({"parallel_config__use_ubatching": True}, "dual batch overlap"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "fast prefill"),
         ({"speculative_config": {"method": "eagle"}}, "speculative decoding by eagle"),
+        ({"compilation_config__use_inductor_graph_partition": True}, "piecewise CUDA graphs that hold attention"),
+        ({"compilation_config__splitting_ops_contain_attention": lambda: False}, "piecewise CUDA graphs that hold"),
+        ({"compilation_config__splitting_ops_contain_kv_cache_update": lambda: False}, "piecewise CUDA graphs that"),
     ],
     ids=str,
 )
@@ -112,6 +121,15 @@ def test_whole_models_are_refused_by_name(changes: dict[str, Any], named: str) -
     refusals(configured(), want)
     with pytest.raises(ConfigError, match=f"does not support a vLLM server with .*{named}"):
         refusals(configured(**changes), want)
+
+
+def test_graphs_that_hold_attention_are_refused_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = Asked(dict(RQ), "rows")
+    monkeypatch.setattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", True)
+    with pytest.raises(ConfigError, match="piecewise CUDA graphs that hold attention"):
+        refusals(configured(), want)
+    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY, None):
+        refusals(configured(compilation_config__cudagraph_mode=mode), want)
 
 
 def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,9 @@ def refusals(vllm_config: Any, want: Asked) -> None:
         "a window of its own (R-SWA)": getattr(model, "rswa_window", None) is not None,
         "a prefix that attends both ways": bool(getattr(model, "is_mm_prefix_lm", False)),
         "a head policy under tensor parallelism": bool(heads) and parallel.tensor_parallel_size > 1,
+        "piecewise CUDA graphs that hold attention (breakable, cut by Inductor, or splitting_ops without it)": (
+            _cut_elsewhere(vllm_config.compilation_config)
+        ),
     }
     found = ", ".join(what for what, there in wrong.items() if there)
     require(not found, f"EPS does not support a vLLM server with {found}: start it without, or with method off")
@@ -153,6 +156,16 @@ def uncaptured(vllm_config: Any, settings: Settings, route: str, block_tokens: i
         "audits": bool(settings.audit_every),
     }
     return next((reason for reason, there in reasons.items() if there), None)
+
+
+def _cut_elsewhere(compilation: Any) -> bool:
+    """Return whether piecewise CUDA graphs hold attention or the write of K and V, whose Python would run once."""
+    from vllm import envs
+
+    if compilation.cudagraph_mode is None or not compilation.cudagraph_mode.has_piecewise_cudagraphs():
+        return False
+    cut = compilation.splitting_ops_contain_attention() and compilation.splitting_ops_contain_kv_cache_update()
+    return bool(envs.VLLM_USE_BREAKABLE_CUDAGRAPH or compilation.use_inductor_graph_partition or not cut)
 
 
 def dense_reason(impl: Any) -> str | None:

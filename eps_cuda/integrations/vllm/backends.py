@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from eps_core.errors import ConfigError
 from eps_core.integrations.settings import Settings
@@ -160,8 +161,25 @@ def hooked(stock: type, rows: type, by_blocks: type, module: str, name: str) -> 
             return usual
         return max(usual, Settings.of(want.flat).config.cache_config.unit_tokens)
 
+    rows_made = False  # of the layers that were made last; who asks for layouts does not say for which server
+
+    def chosen() -> type:
+        nonlocal rows_made
+        want = asked_now()
+        rows_made = want is not None and want.route == "rows"
+        return stock_impl if want is None else impl
+
+    def layouts() -> Any:
+        """Return the layouts of K and V in blocks, the preferred first: of rows each head's tokens side by side."""
+        own = stock.supported_kv_cache_layouts()  # type: ignore[attr-defined]
+        if not rows_made:
+            return own
+        usual = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
+        return tuple(sorted(own or usual, key=lambda layout: layout != KVCacheLayout.LBHNC))
+
     members = here | {
-        "get_impl_cls": staticmethod(lambda: impl if asked_now() else stock_impl),
+        "get_impl_cls": staticmethod(chosen),
+        "supported_kv_cache_layouts": staticmethod(layouts),
         # asked of each server when it is built, as it is not always known here which one that is
         "get_builder_cls": staticmethod(lambda: builder),
         "get_preferred_block_size": staticmethod(preferred),
