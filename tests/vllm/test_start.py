@@ -114,7 +114,7 @@ def configured(**changes: Any) -> Any:
         ({"compilation_config__splitting_ops_contain_attention": lambda: False}, "piecewise CUDA graphs that hold"),
         ({"compilation_config__splitting_ops_contain_kv_cache_update": lambda: False}, "piecewise CUDA graphs that"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_whole_models_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     want = Asked(dict(RQ), "rows")
