@@ -3,7 +3,8 @@
 Rules for bodies, so that one text compiles for Metal and for the tests' emulator (letters as in `attention.protocol`):
 - `threadgroup` is the only address-space word, `auto` the type of pointers: MLX passes inputs of fewer than 8 elements
   as `constant`, others as `device`.
-- A scalar is an input of one element, read as `x[0]`; several integers are one input, made by `integers`.
+- A scalar is an input [1], read as `x[0]` (one without dimensions is a reference, read as `x`); several integers are
+  one input, made by `integers`.
 - Template integers describe a model or a configuration (D, R): each new value compiles again. What grows with
   the context (units of a table, width of a list) is an input.
 - `load_piece<N>(p)` reads N elements at once (N a power of two, p aligned to N elements); `.v[i]` are
@@ -13,8 +14,8 @@ Rules for bodies, so that one text compiles for Metal and for the tests' emulato
 - Threadgroup memory (32 KiB at most) is read only after a barrier: simd operations order nothing.
 
 A GPU takes fewer threads in a threadgroup of a kernel that needs many registers, and MLX says so only when it computes.
-So `launch` computes what each kernel gives once; a function that is `fitted` is called again after a refusal, and asks
-for half as many (`threads_of`).
+So `launch` computes what each kernel gives once, which fails inside `mx.compile`, `mx.vmap` and `mx.export_function`; a
+function that is `fitted` is called again after a refusal, and asks for half as many (`threads_of`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ Runner = Callable[
 ]
 runner: Runner | None = None
 _REFUSAL = "maximum allowed threads per threadgroup"  # as MLX says it
-_computed: set[tuple[Any, ...]] = set()  # kernels with template and threads that a GPU has run
+_computed: set[tuple[Any, ...]] = set()  # what is compiled by itself, with its threads, that a GPU has run
 _refused: set[tuple[str, int | None, int]] = set()  # kernels' names, D and the threads that were too many
 
 METAL_HEADER = """
@@ -74,7 +75,11 @@ def launch(
 ) -> list[mx.array]:
     """The kernel's outputs. `grid` counts threads, not threadgroups; `template` holds dtypes, integers and bools."""
     assert len(inputs) == len(kernel.inputs) and len(output_shapes) == len(output_dtypes) == len(kernel.outputs)
-    once = kernel.name, threadgroup, *template.values()
+    # MLX passes an input of fewer than 8 elements as another type
+    once = kernel.name, threadgroup, *template.values(), *((x.dtype, x.size < 8) for x in inputs)
+    is_first = once not in _computed
+    if is_first:
+        mx.eval(inputs)  # a refusal loses what else is computed with the kernel
     try:
         if runner is not None:
             outputs = runner(kernel, inputs, template, grid, threadgroup, output_shapes, output_dtypes)
@@ -87,7 +92,7 @@ def launch(
                 output_shapes=output_shapes,
                 output_dtypes=output_dtypes,
             )
-        if once not in _computed:
+        if is_first:
             mx.eval(outputs)
             _computed.add(once)
     except ValueError as error:

@@ -73,7 +73,11 @@ def write_tokens(
     [N, Hkv, U, D] with tokens k, v [N, Hkv, D] of any dtype at offsets [N] int32 of their units."""
     tokens, kv_heads, head_dim = k.shape
     unit_tokens, pieces = k_open.shape[2], head_dim // 4 if head_dim % 4 == 0 else head_dim
-    assert v.shape == k.shape and k_open.shape == v_open.shape == (tokens, kv_heads, unit_tokens, head_dim)
+    assert (
+        finite.ndim == 0
+        and v.shape == k.shape
+        and k_open.shape == v_open.shape == (tokens, kv_heads, unit_tokens, head_dim)
+    )
     threads = tokens * kv_heads * unit_tokens * pieces
     new_k, new_v, still_finite = launch(
         _write,
