@@ -35,12 +35,6 @@ class Cache(shared.ArrayCache):
     def stream(self) -> mx.Device:
         return device_of(self.device)
 
-    def keys_of(self, layer: int, units: np.ndarray) -> tuple[pages.Pool, np.ndarray]:
-        opened: OpenUnits = self.k.opened
-        if not np.isin(units, opened.units[layer]).all():
-            return super().keys_of(layer, units)
-        return opened.held[layer][0], opened.places(layer, units) - self.spec.num_units
-
 
 def new_cache(spec: CacheSpec, cache_config: CacheConfig, device: str = "auto", kernels: str = "auto") -> Cache:
     """An empty cache. With method off no summary, state or constant is allocated. `kernels` changes speed only: auto,
@@ -100,13 +94,13 @@ def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[m
     """See `eps_core.backend.cache.read_kv`. Open units stay open: an engine's own attention asks in every step."""
     opened: OpenUnits = cache.k.opened
     units = np.asarray(table)[: -(-length // cache.cache_config.unit_tokens)]
-    is_open = np.flatnonzero(np.isin(units, opened.units[layer]))
+    own = opened.places(layer, units) - cache.spec.num_units  # rows of `held`
+    is_open = np.flatnonzero(own >= 0)
     with mx.stream(cache.stream):
         k, v = (pages.units_of(OPS, pools[layer], units, sliced=False) for pools in opened.pools)
         if len(is_open):
-            own = OPS.index(cache, opened.places(layer, units[is_open]) - cache.spec.num_units)
             for array, held in zip((k, v), opened.held[layer], strict=True):
-                array[OPS.index(cache, is_open)] = held[own]
+                array[OPS.index(cache, is_open)] = held[OPS.index(cache, own[is_open])]
         return OPS.by_token(k, length), OPS.by_token(v, length)
 
 

@@ -2,8 +2,8 @@
 
 MLX writes a pool in place only where nothing else holds it, and a GPU's command buffer holds what its kernels read
 until it is done. An engine makes a step while the GPU computes the one before: if it wrote pools, it would copy them
-whole. Kernels write a step's tokens into new arrays of a unit each instead, and attention reads the tokens there. Once
-in a unit the pools are written.
+whole. Kernels write a step's tokens into new arrays of a unit each instead, and attention reads the tokens there. The
+step that ends what is summarised together writes the pools, summaries among them, once no kernel holds them.
 """
 
 from typing import Any
@@ -15,7 +15,9 @@ from eps_core.backend import pages
 from eps_mlx.device import device_of
 
 GPU = "mps"
-HELD_BYTES = 2**29  # of K and V of all layers, from which on copying them takes longer than waiting; speed only
+# of K and V of all layers, from which on each step of array operations waits: an estimate, as no Mac was at hand to
+# time it; changes speed only
+HELD_BYTES = 2**29
 NONE = np.zeros(0, np.int64)
 
 
@@ -27,29 +29,38 @@ class OpenUnits:
         self.pools, self.device = (k, v), device
         self.units = [NONE] * len(k)  # of each layer [N]
         self.held: list[tuple[mx.array, ...]] = [()] * len(k)  # of each layer K and V [N, Hkv, U, D] of its open units
-        self._offsets: tuple[bytes, Any] = b"", None
+        self.waited = len(k)  # the layer that asked for the last wait, or was served by it
+        self._places: tuple[bytes, np.ndarray, Any] = b"", NONE, None  # of slots: their units, offsets on the device
 
     def wait(self, layer: int) -> None:
-        """Waits where the pools, which are about to be written, are large, until no kernel holds them: before the first
-        layer is written, for all of them."""
-        if layer == 0 and self.device == GPU:
-            num_bytes = sum(array.nbytes for pools in self.pools for array in pages.arrays_of(pools[0]))
-            if num_bytes * len(self.units) >= HELD_BYTES:
-                # by MLX's source; no Mac was at hand to time it
-                mx.synchronize()
+        """Waits until no kernel holds the pools, which are about to be written. Steps write layers in rising order: one
+        wait serves the layers behind, too."""
+        if self.device == GPU and layer <= self.waited:
+            mx.synchronize(mx.default_stream(device_of(self.device)))
+        self.waited = layer
 
-    def open(self, layer: int, units: np.ndarray, offsets: np.ndarray) -> tuple[mx.array, mx.array, mx.array]:
-        """Return (K, V of units [N], no two of them equal, which are the open ones from now on; offsets [N] int32 on
-        the device, copied once for all layers)."""
+    def settle(self, layer: int) -> None:
+        """Waits before a write that every step makes, where copies would take longer."""
+        num_bytes = sum(array.nbytes for pools in self.pools for array in pages.arrays_of(pools[0]))
+        if num_bytes * len(self.units) >= HELD_BYTES:
+            self.wait(layer)
+
+    def open(self, layer: int, slots: np.ndarray) -> tuple[mx.array, mx.array, mx.array] | None:
+        """Return (K, V of the units of slots [N], which are the open ones from now on; the slots' offsets [N] int32 on
+        the device, copied once for all layers); None where two slots share a unit."""
+        if self._places[0] != slots.tobytes():
+            units, offsets = np.divmod(slots, self.pools[0][layer].shape[2])
+            self._places = slots.tobytes(), units, mx.array(offsets.astype(np.int32))
+        _, units, offsets = self._places
+        if len(np.unique(units)) < len(units):
+            return None
         if not np.array_equal(units, self.units[layer]):
             self.close(layer)
             index = mx.array(units.astype(np.int32))
             self.held[layer] = tuple(pools[layer][index] for pools in self.pools)
             self.units[layer] = units
-        if self._offsets[0] != offsets.tobytes():
-            self._offsets = offsets.tobytes(), mx.array(offsets.astype(np.int32))
         k, v = self.held[layer]
-        return k, v, self._offsets[1]
+        return k, v, offsets
 
     def close(self, layer: int) -> None:
         """Writes what open units hold into the pools."""
@@ -90,4 +101,6 @@ class Pools:
         return self.opened.pools[self.which][layer]
 
     def __setitem__(self, layer: Any, pool: Any) -> None:
+        for one in range(len(self)):
+            self.opened.close(one)
         self.opened.pools[self.which][layer] = pool

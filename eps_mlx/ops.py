@@ -53,7 +53,7 @@ class MlxOps(Ops, library=mx):
 
     def settle(self, cache: Any, layer: int) -> None:
         super().settle(cache, layer)
-        cache.k.opened.wait(layer)
+        cache.k.opened.settle(layer)
 
     def on(self, like: Any, array: np.ndarray) -> mx.array:
         return mx.array(array)

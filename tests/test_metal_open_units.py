@@ -28,7 +28,7 @@ from eps_mlx.integrations.mlx_lm import eps as eps_on
 from eps_mlx.kernels import dispatch, launch
 
 METAL, ARRAYS = bound("mlx", "metal"), bound("mlx", "arrays")
-UNIT, LAYERS, UNITS = 64, 2, 128
+UNIT, LAYERS, UNITS = 64, 2, 1024
 # which chooses in its first unit, too
 SHORT = eps("rq", group_size=2, mean_tokens=32, combine="sum", budget_floor=0, num_sink_tokens=2, num_recent_tokens=2)
 
@@ -36,12 +36,13 @@ SHORT = eps("rq", group_size=2, mean_tokens=32, combine="sum", budget_floor=0, n
 class Steps:
     """Decode steps of one sequence, made while a command buffer holds what the kernels of the step before read."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, length: int, **settings: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, length: int, kernels: str = "metal", **settings: Any) -> None:
         self.config = EpsConfig.of(**{"method": "rq", "budget": 0.3, "budget_floor": 0, **settings})
         spec = CacheSpec(LAYERS, 2, 64, UNITS, "float32")
-        self.cache = METAL.new_cache(spec, self.config.cache_config, "cpu")
+        self.backend = {"metal": METAL, "arrays": ARRAYS}[kernels]
+        self.cache = self.backend.new_cache(spec, self.config.cache_config, "cpu")
         self.pool_bytes, self.length = UNITS * 2 * UNIT * 64 * 4, length
-        self.table = np.arange(UNITS, dtype=np.int32)[None, : length // UNIT + 2]
+        self.table = np.arange(UNITS, dtype=np.int32)[None, : length // UNIT + 3]
         for layer in range(LAYERS):
             k, v = self.drawn(length, 2), self.drawn(length, 2)
             METAL.write_kv(self.cache, layer, k, v, np.arange(length))
@@ -72,43 +73,59 @@ class Steps:
         plan = StepPlan.of(self.config, self.table, np.array([self.length]))
         for layer in range(LAYERS):
             self.cache = write(self.cache, layer, k, k, np.array([self.length - 1]))
-            out, read = sparse_attention(METAL, self.cache, layer, q, plan)
+            out, read = sparse_attention(self.backend, self.cache, layer, q, plan)
             mx.eval(out, *read.pending.values(), *pending(self.cache))
         return mx.get_peak_memory() - active
 
 
-def test_a_step_copies_no_pool(metal_shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    run = Steps(monkeypatch, length=2 * UNIT - 5)
+def test_no_step_copies_a_pool_and_those_that_end_a_unit_wait(
+    metal_shim: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither K and V nor summaries, the largest of whose arrays is 1/32 of K; small pools, too."""
+    run, waits = Steps(monkeypatch, length=2 * UNIT - 5), []
+
+    def wait(stream: Any = None) -> None:
+        waits.append(run.length)
+        run.held, run.before = [], []
+
+    monkeypatch.setattr(open_units, "GPU", "cpu")
+    monkeypatch.setattr(open_units.mx, "synchronize", wait)
+    field = max(array.nbytes for array in run.cache.summaries[0].values())
     run.extra_bytes()  # which opens a unit
-    drafted = run.extra_bytes(METAL.write_kv_tentative)
+    assert run.extra_bytes(METAL.write_kv_tentative) < field <= run.pool_bytes / 32
     run.length -= 1
-    # the last token of a span among them
-    assert max(drafted, *(run.extra_bytes() for _ in range(4))) < run.pool_bytes / 4
-    # as without the kernel: this test sees a copy where there is one
+    assert max(run.extra_bytes() for _ in range(UNIT + 8)) < field
+    # once in a unit of both layers
+    assert waits == [2 * UNIT, 3 * UNIT]
+    METAL.read_kv(run.cache, 0, run.table[0], run.length)  # an engine's own attention leaves units open
+    assert len(run.cache.k.opened.units[0]) and len(run.cache.k[0]) == UNITS
+    assert not len(run.cache.k.opened.units[0]) and len(waits) == 3
+    # where nobody waits, this test sees a copy
+    monkeypatch.setattr(open_units, "GPU", "mps")
     monkeypatch.setattr(dispatch.KERNELS, "place_rows", None)
     run.extra_bytes()
     assert run.extra_bytes() >= run.pool_bytes
 
 
-def test_pools_are_written_once_in_a_unit_and_then_a_step_waits(
+@pytest.mark.parametrize("settings", [{"method": "jl"}, {"kernels": "arrays"}], ids=str)
+def test_what_is_written_in_every_step_waits_where_it_is_large(
+    settings: dict[str, Any],
     metal_shim: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run, waits = Steps(monkeypatch, length=2 * UNIT - 2), []
-
-    def wait() -> None:
-        waits.append(run.length)
-        run.held = run.before = []
-
+    """Summaries that follow each token, and K and V by array operations: one wait for both layers."""
+    run, waits = Steps(monkeypatch, length=UNIT, **settings), []
     monkeypatch.setattr(open_units, "GPU", "cpu")
-    monkeypatch.setattr(open_units, "HELD_BYTES", 2 * LAYERS * run.pool_bytes)
-    monkeypatch.setattr(open_units.mx, "synchronize", wait)
+    monkeypatch.setattr(open_units.mx, "synchronize", lambda stream=None: waits.append(run.length))
+    num_bytes = sum(array.nbytes for array in run.cache.k.opened.arrays())
+    monkeypatch.setattr(open_units, "HELD_BYTES", num_bytes)
     run.extra_bytes()
-    assert max(run.extra_bytes() for _ in range(4)) < run.pool_bytes / 4 and waits == [2 * UNIT + 1]
-    monkeypatch.setattr(open_units, "HELD_BYTES", 2 * LAYERS * run.pool_bytes + 1)
-    METAL.read_kv(run.cache, 0, run.table[0], run.length)  # an engine's own attention leaves them open
-    assert len(run.cache.k.opened.units[0]) and len(run.cache.k[0]) == UNITS
-    assert not len(run.cache.k.opened.units[0]) and len(waits) == 1
+    run.extra_bytes()
+    assert waits == [UNIT + 1, UNIT + 2]
+    monkeypatch.setattr(open_units, "HELD_BYTES", num_bytes + 1)
+    run.extra_bytes()
+    assert len(waits) == 2
 
 
 # The same bytes, lists and outputs as array operations, whatever closes the units
@@ -129,10 +146,10 @@ def check_same(ours: Any, plain: Any, num_units: int) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case((75, 32, 64), SHORT, head_dim=64, dtype="float16", steps=20),
+        Case((75, 33, 65), SHORT, head_dim=64, dtype="float16", steps=20),
         Case((150, 61), eps("rq", group_size=2, mean_tokens=64, combine="sum", cascade=(), rescore=0.0), steps=3),
-        Case((40, 3), eps("box"), steps=35, head_dim=33, dtype="bfloat16"),
-        Case((50, 20), eps("meanstd"), num_heads=6, num_kv_heads=1, steps=20),
+        Case((41, 3), eps("box"), steps=35, head_dim=33, dtype="bfloat16"),
+        Case((50, 21), eps("meanstd"), num_heads=6, num_kv_heads=1, steps=20),
         Case((50, 20), eps("oracle"), steps=20),  # which reads keys
     ],
     ids=str,

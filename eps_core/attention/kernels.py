@@ -43,8 +43,8 @@ class KernelTable:
 
     family: str = "arrays"
     write_kv: Kernel | None = None  # tokens of a decode step, each in a unit of its own
-    place_rows: Kernel | None = None  # rows of K and V where they belong, and whether K is finite: `backend.cache`
-    place_drafts: Kernel | None = None  # the same of tokens that may be taken back, whether finite or not
+    # (.., draft): rows of K and V where they belong, and whether K is finite unless they are drafts: `backend.cache`
+    place_rows: Kernel | None = None
     build_summary: Kernel | None = None  # of methods that code every token
     score: Kernel | None = None
     select: Kernel | None = None

@@ -63,10 +63,6 @@ class ArrayCache(CountsRereads):
             centroid = self.ops.new(self.device, (self.spec.num_kv_heads, self.spec.head_dim), "float16")
         return self.fixed[layer] | {"centre": centroid}
 
-    def keys_of(self, layer: int, units: np.ndarray) -> tuple[pages.Pool, np.ndarray]:
-        """Return a pool that holds K of units [M], and their places [M] in it."""
-        return self.k[layer], units
-
 
 def add_all_summaries(cache: Any) -> None:
     """Allocates the summaries of a new cache, and of its bounds where the config has them."""
@@ -133,7 +129,7 @@ def write_kv(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.nda
 def place_kv(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> Any:
     """`write_kv` of any tokens, once they are checked."""
     kernels = ops.kernels_of(cache.kernels)
-    placed = None if kernels.place_rows is None else kernels.place_rows(cache, layer, k, v, slots)
+    placed = None if kernels.place_rows is None else kernels.place_rows(cache, layer, k, v, slots, False)
     if placed is None:
         return written(ops, cache, layer, *write_rows(ops, cache, layer, k, v, slots), slots)
     keys, values = placed
@@ -147,7 +143,7 @@ def write_kv_tentative(ops: Ops, cache: Any, layer: int, k: Array, v: Array, slo
     check_write(cache.spec, cache.cache_config, (k.shape, v.shape), slots)
     if len(slots):
         kernels = ops.kernels_of(cache.kernels)
-        if kernels.place_drafts is None or kernels.place_drafts(cache, layer, k, v, slots) is None:
+        if kernels.place_rows is None or kernels.place_rows(cache, layer, k, v, slots, True) is None:
             write_rows(ops, cache, layer, k, v, slots)
         invalidate(ops, cache, layer, slots)
     return cache
@@ -192,7 +188,9 @@ def follow_write(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, s
                 largest[layer] = ops.maximum(largest[layer], norm)
         for one in cache.parts():
             # whose flags may change
-            state, groups = one.state[layer], slots // one.cache_config.span_tokens if one.valid else slots[:0]
+            state, groups = one.state[layer], slots[:0]
+            if one.valid:
+                groups = np.unique(slots // one.cache_config.span_tokens)
             before = state.valid(groups)
             # the plan must follow every write, whatever the method makes of it
             plan = state.plan(slots)
@@ -290,10 +288,9 @@ def finalize(ops: Ops, cache: Any, layer: int, groups: np.ndarray, keys: Array |
     spec, cache_config = cache.spec, cache.cache_config
     if keys is None:
         units, subs = np.divmod(groups, cache_config.spans_per_unit)
-        pool, units = cache.keys_of(layer, units)
         heads = units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)
         rows = heads * cache_config.spans_per_unit + subs[:, None]
-        keys = pages.tiles_of(ops, pool, ops.index(cache, rows), cache_config.span_tokens)
+        keys = pages.tiles_of(ops, cache.k[layer], ops.index(cache, rows), cache_config.span_tokens)
         cache.tokens_reread += len(groups) * cache_config.span_tokens
     _store(ops, cache, layer, groups, _summarise(ops, cache, layer, keys))
 

@@ -92,7 +92,9 @@ class TorchKernels(CpuKernels):
             return cache
         return place_kv(OPS, cache, layer, k, v, slots)
 
-    def place_rows(self, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> tuple[Tensor, Tensor]:
+    def place_rows(
+        self, cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray, draft: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return k, v [N, Hkv, D] as they were stored in slots [N]. A dozen Torch operations for a row take the time of
         a small product of matrices."""
         of = DTYPES[cache.spec.dtype]
@@ -174,7 +176,9 @@ def is_dense(plan: StepPlan, layer: int) -> bool:
     return not plan.config.cache_config.enabled or plan.reads_all(layer)
 
 
-def _unsupported_rows(cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> str | None:
+def _unsupported_rows(cache: Any, layer: int, k: Tensor, v: Tensor, slots: np.ndarray, draft: bool) -> str | None:
+    if draft:
+        return "tokens that may be taken back"
     spec = cache.spec
     return None if {spec.k_bits, spec.v_bits} <= READ_BITS else f"K in {spec.k_bits} and V in {spec.v_bits}"
 

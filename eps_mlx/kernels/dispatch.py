@@ -58,28 +58,25 @@ class MetalKernels(GpuKernels):
             return FusedRead(*self.attend(cache, layer, q, plan, selection), selection, skipped, None)
 
     def place_rows(
-        self, cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray
+        self, cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray, draft: bool
     ) -> tuple[mx.array, mx.array] | None:
         """K and V [N, Hkv, D] as they were stored in the units that are open from now on; None of tokens that share a
-        unit, and of pools of codes: no kernel writes these."""
-        finite = self.place_drafts(cache, layer, k, v, slots)
-        if finite is None:
-            return None
-        cache.finite[layer], dtype = finite, OPS.dtypes[cache.spec.dtype]
-        with OPS.place(cache):
-            return OPS.cast(k, dtype), OPS.cast(v, dtype)
-
-    def place_drafts(self, cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray) -> mx.array | None:
-        """As `place_rows`. Return whether K was finite and is with these tokens, which nobody else is told."""
-        units, offsets = np.divmod(slots, cache.cache_config.unit_tokens)
-        if cache.spec.quantised or len(np.unique(units)) < len(units):
-            return None
+        unit: no kernel writes these. No other kernel holds the pools that summaries of these tokens are written to."""
         opened: OpenUnits = cache.k.opened
         with OPS.place(cache):
-            k_open, v_open, places = opened.open(layer, units, offsets)
-            k_open, v_open, finite = write_tokens(k, v, k_open, v_open, places, cache.finite[layer])
-            opened.held[layer] = k_open, v_open
-            return finite
+            found = opened.open(layer, slots)
+            if found is None:
+                return None
+            *written, finite = write_tokens(k, v, *found, cache.finite[layer])
+            opened.held[layer], dtype = tuple(written), OPS.dtypes[cache.spec.dtype]
+            if not draft:
+                cache.finite[layer] = finite
+                parts = [(one.cache_config, one.open[layer]) for one in cache.parts()]
+                if any(((slots + 1) % cache_config.span_tokens == 0).any() for cache_config, _ in parts):
+                    opened.close(layer)
+                elif any(cache_config.method_spec.follows and not beside for cache_config, beside in parts):
+                    opened.settle(layer)  # their summaries follow each token
+            return OPS.cast(k, dtype), OPS.cast(v, dtype)
 
     def estimates(
         self, cache: Cache, layer: int, q: mx.array, plan: StepPlan, table: mx.array, lengths: mx.array
@@ -121,6 +118,10 @@ def _stages(cache: Cache, plan: StepPlan) -> list[tuple[int | None, mx.array, in
     return plan.once(("cascade", cache.device, cache.spec.head_dim), copy)
 
 
+def _unsupported_rows(cache: Cache, *arguments: Any) -> str | None:
+    return "K or V in codes" if cache.spec.quantised else None
+
+
 def _unsupported_layer(cache: Cache, layer: int, q: mx.array, plan: StepPlan) -> str | None:
     if cache.cache_config.has_bounds:
         return "bounds"
@@ -129,7 +130,6 @@ def _unsupported_layer(cache: Cache, layer: int, q: mx.array, plan: StepPlan) ->
 
 kernels = MetalKernels()
 KERNELS = kernels.table(
-    place_rows=Kernel(kernels.place_rows),
-    place_drafts=Kernel(kernels.place_drafts),
+    place_rows=Kernel(kernels.place_rows, _unsupported_rows),
     attend_fused=Kernel(kernels.attend_fused, _unsupported_layer),
 )
