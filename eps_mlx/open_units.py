@@ -3,7 +3,7 @@
 MLX writes a pool in place only where nothing else holds it, and a GPU's command buffer holds what its kernels read
 until it is done. An engine makes a step while the GPU computes the one before: if it wrote pools, it would copy them
 whole. Kernels write a step's tokens into new arrays of a unit each instead, and attention reads the tokens there. The
-step that ends what is summarised together writes the pools, summaries among them, once no kernel holds them.
+step that ends a unit writes the pools, summaries among them, once no kernel holds them.
 """
 
 from typing import Any
@@ -15,9 +15,7 @@ from eps_core.backend import pages
 from eps_mlx.device import device_of
 
 GPU = "mps"
-# of K and V of all layers, from which on each step of array operations waits: an estimate, as no Mac was at hand to
-# time it; changes speed only
-HELD_BYTES = 2**29
+HELD_BYTES = 2**29  # of K and V of all layers, an estimate (no Mac was at hand to time it); changes speed only
 NONE = np.zeros(0, np.int64)
 
 
@@ -30,7 +28,11 @@ class OpenUnits:
         self.units = [NONE] * len(k)  # of each layer [N]
         self.held: list[tuple[mx.array, ...]] = [()] * len(k)  # of each layer K and V [N, Hkv, U, D] of its open units
         self.waited = len(k)  # the layer that asked for the last wait, or was served by it
-        self._places: tuple[bytes, np.ndarray, Any] = b"", NONE, None  # of slots: their units, offsets on the device
+        self._places: tuple[bytes, np.ndarray, Any] = (
+            b"",
+            NONE,
+            None,
+        )  # of slots: their units if they share none, and offsets
 
     def wait(self, layer: int) -> None:
         """Waits until no kernel holds the pools, which are about to be written. Steps write layers in rising order: one
@@ -40,7 +42,7 @@ class OpenUnits:
         self.waited = layer
 
     def settle(self, layer: int) -> None:
-        """Waits before a write that every step makes, where copies would take longer."""
+        """Waits before writes that may be as frequent as steps, where copies would take longer."""
         num_bytes = sum(array.nbytes for pools in self.pools for array in pages.arrays_of(pools[0]))
         if num_bytes * len(self.units) >= HELD_BYTES:
             self.wait(layer)
@@ -50,9 +52,10 @@ class OpenUnits:
         the device, copied once for all layers); None where two slots share a unit."""
         if self._places[0] != slots.tobytes():
             units, offsets = np.divmod(slots, self.pools[0][layer].shape[2])
+            units = units if len(np.unique(units)) == len(units) else NONE
             self._places = slots.tobytes(), units, mx.array(offsets.astype(np.int32))
         _, units, offsets = self._places
-        if len(np.unique(units)) < len(units):
+        if not len(units):
             return None
         if not np.array_equal(units, self.units[layer]):
             self.close(layer)

@@ -21,7 +21,7 @@ from test_kernel_scores import Filled as Summaries
 from test_kernel_select import check_topk, written_once
 
 from eps_core.summaries import rq as oracle
-from eps_mlx.kernels import attend, launch, select, turn_units, units
+from eps_mlx.kernels import attend, launch, select, turn_units, units, write
 
 METAL = bound("mlx", "metal")
 SEED = 3
@@ -248,14 +248,17 @@ def test_a_gpu_that_refuses_threads_gets_fewer(most: int, metal_shim: Any, monke
     q = METAL.from_numpy(query(case, one.rng), case.dtype, "cpu")
     listed = selection_of(q, one.listed())
     mask = mx.array(one.rng.random((2, 2, 700)) < 0.3)
+    held, drawn = (mx.array(one.rng.random((1, 2, n, 64), np.float32)) for n in (64, 1))
 
     def found() -> list[np.ndarray]:
         states = [METAL.attend(one.cache, 0, q[:2], one.plan, listed)]
         read = METAL.attend_rows(one.cache, 0, q, one.rows())
-        return [np.array(x) for x in (*states[0], read.out, read.lse, *select.compact(mask, width=300))]
+        token, place, finite = drawn[:, :, 0], mx.array([3], mx.int32), mx.array(True)
+        wrote = write.write_tokens(token, token, held, held, place, finite)
+        return [np.array(x) for x in (*states[0], read.out, read.lse, *select.compact(mask, width=300), *wrote)]
 
     want = found()
-    whole = {"eps_attend_decode": 256, "eps_attend_rows": 512, "eps_compact": 512}
+    whole = {"eps_attend_decode": 256, "eps_attend_rows": 512, "eps_compact": 512, "eps_write": 256}
     for name in ("_refused", "_computed"):
         monkeypatch.setattr(launch, name, set())
     monkeypatch.setattr(launch, "runner", run)

@@ -108,13 +108,13 @@ def test_no_step_copies_a_pool_and_those_that_end_a_unit_wait(
     assert run.extra_bytes() >= run.pool_bytes
 
 
-@pytest.mark.parametrize("settings", [{"method": "jl"}, {"kernels": "arrays"}], ids=str)
+@pytest.mark.parametrize("settings", [{"method": "box", "group_size": 1}, {"kernels": "arrays"}], ids=str)
 def test_what_is_written_in_every_step_waits_where_it_is_large(
     settings: dict[str, Any],
     metal_shim: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Summaries that follow each token, and K and V by array operations: one wait for both layers."""
+    """Summaries of one token, and K and V by array operations: one wait for both layers."""
     run, waits = Steps(monkeypatch, length=UNIT, **settings), []
     monkeypatch.setattr(open_units, "GPU", "cpu")
     monkeypatch.setattr(open_units.mx, "synchronize", lambda stream=None: waits.append(run.length))
@@ -151,6 +151,8 @@ def check_same(ours: Any, plain: Any, num_units: int) -> None:
         Case((41, 3), eps("box"), steps=35, head_dim=33, dtype="bfloat16"),
         Case((50, 21), eps("meanstd"), num_heads=6, num_kv_heads=1, steps=20),
         Case((50, 20), eps("oracle"), steps=20),  # which reads keys
+        Case((50, 70), eps("rq", group_size=2, mean_tokens=32, rq_bounds=True), head_dim=64, steps=25),
+        Case((50, 70), eps("rq", group_size=2, mean_tokens=32, bound_bits=8), head_dim=64, steps=25),
     ],
     ids=str,
 )
@@ -174,6 +176,31 @@ def test_ragged_rows_fill_units(case: Case, metal_shim: Any) -> None:  # noqa: F
             assert np.array_equal(METAL.to_numpy(got), ARRAYS.to_numpy(want))
     assert case.config.cache_config.method_spec.reads_keys or len(ours.cache.k.opened.units[0])
     check_same(ours, plain, case.spec.num_units)
+
+
+def test_rows_of_a_batch_change_places_and_units_are_imported(metal_shim: Any) -> None:  # noqa: F811
+    """Steps of three sequences in any order, some of which stay away; then an open unit is another one's."""
+    caches, config = [], EpsConfig.of("rq", budget=0.5, budget_floor=0)
+    for backend in (METAL, ARRAYS):
+        rng = np.random.default_rng(3)
+        cache = backend.new_cache(CacheSpec(1, 2, 16, 8), config.cache_config, "cpu")
+        lengths = np.zeros(3, np.int64)
+        for _ in range(3 * UNIT):
+            rows = rng.permutation(3)[: rng.integers(1, 4)]
+            k, v = (
+                backend.from_numpy(rng.standard_normal((len(rows), 2, 16), np.float32), "float32", "cpu") for _ in "kv"
+            )
+            cache = backend.write_kv(cache, 0, k, v, rows * 2 * UNIT + lengths[rows])
+            lengths[rows] += 1
+            lengths %= 2 * UNIT
+        given = backend.export_units(cache, [0])
+        cache = backend.write_kv(cache, 0, k, v, np.arange(len(rows)) * 2 * UNIT)
+        if backend is METAL:
+            assert len(cache.k.opened.units[0])
+        cache = backend.import_units(cache, [2], given)
+        caches.append(backend.export_units(cache, range(8)))
+    for name, array in caches[1].items():
+        assert np.array_equal(caches[0][name], array), name
 
 
 def test_nan_is_noted_by_whatever_writes_it(metal_shim: Any) -> None:  # noqa: F811

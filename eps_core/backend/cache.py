@@ -188,9 +188,8 @@ def follow_write(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, s
                 largest[layer] = ops.maximum(largest[layer], norm)
         for one in cache.parts():
             # whose flags may change
-            state, groups = one.state[layer], slots[:0]
-            if one.valid:
-                groups = np.unique(slots // one.cache_config.span_tokens)
+            state, span = one.state[layer], one.cache_config.span_tokens
+            groups = np.unique(slots // span) if one.valid else slots[:0]
             before = state.valid(groups)
             # the plan must follow every write, whatever the method makes of it
             plan = state.plan(slots)

@@ -61,21 +61,20 @@ class MetalKernels(GpuKernels):
         self, cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray, draft: bool
     ) -> tuple[mx.array, mx.array] | None:
         """K and V [N, Hkv, D] as they were stored in the units that are open from now on; None of tokens that share a
-        unit: no kernel writes these. No other kernel holds the pools that summaries of these tokens are written to."""
+        unit, and of pools of codes: no kernel writes these. Pools of summaries that must follow may be written then."""
         opened: OpenUnits = cache.k.opened
         with OPS.place(cache):
-            found = opened.open(layer, slots)
+            found = None if cache.spec.quantised else opened.open(layer, slots)
             if found is None:
                 return None
             *written, finite = write_tokens(k, v, *found, cache.finite[layer])
             opened.held[layer], dtype = tuple(written), OPS.dtypes[cache.spec.dtype]
             if not draft:
                 cache.finite[layer] = finite
-                parts = [(one.cache_config, one.open[layer]) for one in cache.parts()]
-                if any(((slots + 1) % cache_config.span_tokens == 0).any() for cache_config, _ in parts):
+                if not ((slots + 1) % cache.cache_config.unit_tokens).all():
                     opened.close(layer)
-                elif any(cache_config.method_spec.follows and not beside for cache_config, beside in parts):
-                    opened.settle(layer)  # their summaries follow each token
+                elif any(not ((slots + 1) % one.cache_config.span_tokens).all() for one in cache.parts()):
+                    opened.settle(layer)
             return OPS.cast(k, dtype), OPS.cast(v, dtype)
 
     def estimates(
@@ -118,10 +117,6 @@ def _stages(cache: Cache, plan: StepPlan) -> list[tuple[int | None, mx.array, in
     return plan.once(("cascade", cache.device, cache.spec.head_dim), copy)
 
 
-def _unsupported_rows(cache: Cache, *arguments: Any) -> str | None:
-    return "K or V in codes" if cache.spec.quantised else None
-
-
 def _unsupported_layer(cache: Cache, layer: int, q: mx.array, plan: StepPlan) -> str | None:
     if cache.cache_config.has_bounds:
         return "bounds"
@@ -130,6 +125,6 @@ def _unsupported_layer(cache: Cache, layer: int, q: mx.array, plan: StepPlan) ->
 
 kernels = MetalKernels()
 KERNELS = kernels.table(
-    place_rows=Kernel(kernels.place_rows, _unsupported_rows),
+    place_rows=Kernel(kernels.place_rows),
     attend_fused=Kernel(kernels.attend_fused, _unsupported_layer),
 )

@@ -76,9 +76,8 @@ def launch(
     """The kernel's outputs. `grid` counts threads, not threadgroups; `template` holds dtypes, integers and bools."""
     assert len(inputs) == len(kernel.inputs) and len(output_shapes) == len(output_dtypes) == len(kernel.outputs)
     # MLX passes an input of fewer than 8 elements as another type
-    once = kernel.name, threadgroup, *template.values(), *((x.dtype, x.size < 8) for x in inputs)
-    is_first = once not in _computed
-    if is_first:
+    once = kernel.name, threadgroup, *template.values(), *[x.dtype for x in inputs], *[x.size < 8 for x in inputs]
+    if once not in _computed:
         mx.eval(inputs)  # a refusal loses what else is computed with the kernel
     try:
         if runner is not None:
@@ -92,7 +91,7 @@ def launch(
                 output_shapes=output_shapes,
                 output_dtypes=output_dtypes,
             )
-        if is_first:
+        if once not in _computed:
             mx.eval(outputs)
             _computed.add(once)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """How kernels read K and V: as they are, or from codes of 8 and 4 bits, of which one text makes as many kernels.
 
-As they are, a row past the pool's is one of the units that are open (`OpenPool`).
+A row past the end of a pool of values lies in an open unit (`OpenPool`).
 
 Codes (`eps_core.reference.pages`) become values in registers, `code * scale` in float32 rounded to the cache's dtype as
 everywhere, and are attended as such: only their bytes come from memory.
@@ -83,7 +83,8 @@ def elements_of(pool: Pool) -> mx.array:
 
 
 def beside(*pools: Pool) -> list[mx.array]:
-    """Return of each pool the scales of codes, or open units; the pool stands for those where there are none."""
+    """Return what a kernel reads beside each pool: the scales of codes, or the open units. A pool that has neither
+    takes their place itself."""
     return [
         pool.scale if isinstance(pool, CodePool) else pool.open if isinstance(pool, OpenPool) else pool
         for pool in pools

@@ -1,13 +1,14 @@
 """The Metal kernel that writes a decode step's tokens: into new arrays of their units, as no kernel writes in place.
 
-It copies a unit of K and of V for each token: 128 KiB each of 64 tokens, 8 heads and 128 dimensions in 16 bits.
+In every step it copies a unit of K and one of V for each token: 128 KiB each of 64 tokens, 8 heads and 128 dimensions
+in 16 bits.
 """
 
 import mlx.core as mx
 
-from eps_mlx.kernels.launch import Kernel, integers, launch
+from eps_mlx.kernels.launch import Kernel, fitted, integers, launch, threads_of
 
-THREADS = 256  # of a threadgroup; changes speed only
+THREADS = 256  # of a threadgroup, at most; changes speed only
 
 # The first threadgroup also looks at every number of K, as it is held
 _WRITE = """
@@ -66,6 +67,7 @@ _write = Kernel(
 )
 
 
+@fitted
 def write_tokens(
     k: mx.array, v: mx.array, k_open: mx.array, v_open: mx.array, offsets: mx.array, finite: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -73,18 +75,15 @@ def write_tokens(
     [N, Hkv, U, D] with tokens k, v [N, Hkv, D] of any dtype at offsets [N] int32 of their units."""
     tokens, kv_heads, head_dim = k.shape
     unit_tokens, pieces = k_open.shape[2], head_dim // 4 if head_dim % 4 == 0 else head_dim
-    assert (
-        finite.ndim == 0
-        and v.shape == k.shape
-        and k_open.shape == v_open.shape == (tokens, kv_heads, unit_tokens, head_dim)
-    )
-    threads = tokens * kv_heads * unit_tokens * pieces
+    assert v.shape == k.shape and k_open.shape == v_open.shape == (tokens, kv_heads, unit_tokens, head_dim)
+    assert finite.ndim == 0, "the kernel reads a reference"
+    threads, group = tokens * kv_heads * unit_tokens * pieces, threads_of(_write, THREADS, head_dim)
     new_k, new_v, still_finite = launch(
         _write,
         [k, v, k_open, v_open, offsets, finite, integers(kv_heads, unit_tokens, tokens)],
-        {"T": k_open.dtype, "D": head_dim, "THREADS": THREADS},
-        grid=(-(-threads // THREADS) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
+        {"T": k_open.dtype, "D": head_dim, "THREADS": group},
+        grid=(-(-threads // group) * group, 1, 1),
+        threadgroup=(group, 1, 1),
         output_shapes=[k_open.shape, v_open.shape, ()],
         output_dtypes=[k_open.dtype, v_open.dtype, mx.bool_],
     )
