@@ -16,6 +16,7 @@ def test_every_phase_runs_dry(tmp_path: Path) -> None:
     assert [(row["kernels"], row["asynchronous"]) for row in rows] == [
         (kernels, asynchronous) for kernels in ("numba", "arrays") for asynchronous in (False, True)
     ]
+    # the scores of array operations take as much as the pools, whoever waits
     assert all(row["extra_bytes"] < row["pool_bytes"] / 2 for row in rows[:2]), "MLX's CPU writes in place"
     assert (tmp_path / "layer.jsonl").is_file() and (tmp_path / "step.jsonl").is_file()
 

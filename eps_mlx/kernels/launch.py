@@ -3,8 +3,7 @@
 Rules for bodies, so that one text compiles for Metal and for the tests' emulator (letters as in `attention.protocol`):
 - `threadgroup` is the only address-space word, `auto` the type of pointers: MLX passes inputs of fewer than 8 elements
   as `constant`, others as `device`.
-- A scalar is an input [1], read as `x[0]` (one without dimensions is a reference, read as `x`); several integers are
-  one input, made by `integers`.
+- A scalar is an input [1], read as `x[0]`, or [], read as `x`; several integers are one input, made by `integers`.
 - Template integers describe a model or a configuration (D, R): each new value compiles again. What grows with
   the context (units of a table, width of a list) is an input.
 - `load_piece<N>(p)` reads N elements at once (N a power of two, p aligned to N elements); `.v[i]` are

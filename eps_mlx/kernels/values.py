@@ -83,8 +83,7 @@ def elements_of(pool: Pool) -> mx.array:
 
 
 def beside(*pools: Pool) -> list[mx.array]:
-    """Return what a kernel reads beside each pool: the scales of codes, or the open units. A pool that has neither
-    takes their place itself."""
+    """Return what a kernel reads beside each pool: scales of codes, or open units, or the pool again for neither."""
     return [
         pool.scale if isinstance(pool, CodePool) else pool.open if isinstance(pool, OpenPool) else pool
         for pool in pools

@@ -1,7 +1,6 @@
 """The Metal kernel that writes a decode step's tokens: into new arrays of their units, as no kernel writes in place.
 
-In every step it copies a unit of K and one of V for each token: 128 KiB each of 64 tokens, 8 heads and 128 dimensions
-in 16 bits.
+In each step it copies a unit of K and V for each token: 128 KiB each of 64 tokens, 8 heads, 128 dimensions in 16 bits.
 """
 
 import mlx.core as mx
