@@ -28,11 +28,8 @@ class OpenUnits:
         self.units = [NONE] * len(k)  # of each layer [N]
         self.held: list[tuple[mx.array, ...]] = [()] * len(k)  # of each layer K and V [N, Hkv, U, D] of its open units
         self.waited = len(k)  # the layer that asked for the last wait, or was served by it
-        self._places: tuple[bytes, np.ndarray, Any] = (
-            b"",
-            NONE,
-            None,
-        )  # of slots: their units if they share none, and offsets
+        # of the last slots: their units if they share none, and offsets
+        self._places: tuple[bytes, np.ndarray, Any] = b"", NONE, None
 
     def wait(self, layer: int) -> None:
         """Waits until no kernel holds the pools, which are about to be written. Steps write layers in rising order: one
