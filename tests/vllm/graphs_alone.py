@@ -85,7 +85,7 @@ def summarised(cache: Any) -> int:
 
 
 def main() -> None:
-    global padding
+    global padding, replays
     runtime_module.checked_kernels = lambda backend, kernels, *shapes: kernels  # a minute here, and tested elsewhere
     engines.FAMILIES["short"] = "Qwen2Config", {"tie_word_embeddings": True, "num_hidden_layers": 2}
     model = engines.save("short", Path(sys.argv[1]))
@@ -105,6 +105,8 @@ def main() -> None:
         # a batch that is made to be captured counts nowhere
         (builder,) = llm.llm_engine.model_executor.driver_worker.worker.model_runner.attn_groups[0][0].metadata_builders
         builder.build_for_cudagraph_capture(seen[-1])
+        made_up = {"seq_lens_cpu_upper_bound": torch.ones_like(seen[-1].seq_lens), "is_prefilling": None}
+        builder.build(0, replace(seen[-1], **made_up))  # in piecewise graphs, or of replicas with nothing to do
         found["captured stats"] = engines.stats(llm)
         llm.reset_prefix_cache()
         # the second time all but the last token is there: a batch of one token a row that belongs to a prompt
@@ -118,7 +120,8 @@ def main() -> None:
             found["device stats"] = engines.stats(llm)
         llm.reset_prefix_cache()
         padding, graphs.HELD = 2, 2
-        found["padded"], found["padded stats"] = say(llm, asked), engines.stats(llm)
+        found["padded"], found["waiting"] = say(llm, asked), len(own.graphs._slots)
+        found["padded stats"] = engines.stats(llm)
         found["padded summarised"] = summarised(own.cache)
         padding = 0
         llm.reset_prefix_cache()
@@ -135,6 +138,14 @@ def main() -> None:
         llm.collective_rpc("eps_set", kwargs={"on": True})
         found["forgotten"] = summarised(own.cache)
         found["on"], found["on stats"] = say(llm, asked), engines.stats(llm)
+        llm.reset_prefix_cache()
+        own.vllm_config.compilation_config.max_cudagraph_capture_size, replays = 1, 0
+        found["many"], found["many replays"] = say(llm, asked), replays
+        type(builder)(builder.kv_cache_spec, builder.layer_names, own.vllm_config, builder.device)
+        found["held"] = own.cache is not None
+        captured.clear()  # as vLLM does
+        llm.reset_prefix_cache()
+        found["made again"] = say(llm, asked)
     json.dump(found, sys.stdout)
 
 

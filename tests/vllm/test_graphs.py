@@ -39,6 +39,7 @@ def test_a_captured_batch_says_and_counts_what_others_do(found: dict[str, Any]) 
 
 def test_a_batch_that_is_made_to_be_captured_counts_nowhere(found: dict[str, Any]) -> None:
     assert new(found, "captured", "graphs", "steps", "rows", "groups_selected", "prefill_rows") == [0] * 4
+    assert new(found, "captured", "graphs", "forwards") == [1], "nothing tells the first from a batch that is computed"
 
 
 def test_the_last_token_of_a_cached_prompt_reads_everything_and_is_no_decode_row(found: dict[str, Any]) -> None:
@@ -56,7 +57,7 @@ def test_decode_batches_wait_for_nothing(found: dict[str, Any]) -> None:
 
 def test_padding_changes_nothing_and_the_host_learns_of_all_writes(found: dict[str, Any]) -> None:
     """Here the host is told every second batch."""
-    assert found["padded"] == found["graphs"] and found["padded summarised"] > 0
+    assert found["padded"] == found["graphs"] and found["padded summarised"] > 0 and found["waiting"] == 1
     names = "rows", "forwards", "groups_selected", "bytes_k_reread"
     assert new(found, "padded", "device", *names) == new(found, "device", "cached", *names)
 
@@ -76,6 +77,15 @@ def test_off_reads_everything_and_what_was_written_then_is_summarised_once_it_is
     assert new(found, "on", "off", "rows") == [6] and found["on stats"]["tokens_adopted"] > 0
     for name in ("failed_writes", "failed_adoptions", "fallbacks"):
         assert not found["on stats"][name]
+
+
+def test_batches_that_no_graph_is_large_enough_for_go_the_way_of_others(found: dict[str, Any]) -> None:
+    assert found["many"] == found["graphs"]
+    assert found["many replays"] == 2, "two layers of the one batch that has a row alone"
+
+
+def test_blocks_that_vllm_made_to_measure_its_memory_are_not_held(found: dict[str, Any]) -> None:
+    assert not found["held"] and found["made again"] == found["graphs"]
 
 
 def server(device: str = "cuda", speculative: Any = None) -> Any:
