@@ -92,7 +92,9 @@ def main() -> None:
     found: dict[str, Any] = {}
     asked = engines.prompts(188, 126)  # decoding fills a unit of the second
     with engines.engine(model, SETTINGS, **SERVER) as llm:
+        engines.runtime(llm).sparse.keep_records = True
         found["eager"], found["eager stats"] = say(llm, asked), engines.stats(llm)
+        found["eager masses"] = [one.skipped_mass_mean for one in engines.runtime(llm).sparse.take_records()]
         found["dense"] = [tokens for tokens, _ in engines.say_dense(llm, asked, 4)]
     runtime_module.uncaptured = lambda *arguments: None
     replay()
@@ -100,7 +102,10 @@ def main() -> None:
         own = engines.runtime(llm)
         own.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         own.reset()
+        own.sparse.keep_records = True
         found["graphs"], found["graphs stats"] = say(llm, asked), engines.stats(llm)
+        found["graphs masses"] = [one.skipped_mass_mean for one in own.sparse.take_records()]
+        own.sparse.keep_records = False
         found["replays"], found["summarised"] = replays, summarised(own.cache)
         # a batch that is made to be captured counts nowhere
         (builder,) = llm.llm_engine.model_executor.driver_worker.worker.model_runner.attn_groups[0][0].metadata_builders
@@ -137,7 +142,8 @@ def main() -> None:
         found["off summarised"] = summarised(own.cache)
         llm.collective_rpc("eps_set", kwargs={"on": True})
         found["forgotten"] = summarised(own.cache)
-        found["on"], found["on stats"] = say(llm, asked), engines.stats(llm)
+        # the second comes when what the first needs is summarised already
+        found["on"], found["on stats"] = say(llm, asked[:1]) + say(llm, asked[1:]), engines.stats(llm)
         llm.reset_prefix_cache()
         own.vllm_config.compilation_config.max_cudagraph_capture_size, replays = 1, 0
         found["many"], found["many replays"] = say(llm, asked), replays

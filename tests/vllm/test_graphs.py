@@ -34,6 +34,8 @@ def test_a_captured_batch_says_and_counts_what_others_do(found: dict[str, Any]) 
     assert found["graphs"] == found["eager"] != found["dense"]
     assert found["graphs stats"] == found["eager stats"]
     assert found["graphs stats"]["rows"] == 6 and found["graphs stats"]["bytes_ratio"] < 0.5
+    masses = found["graphs masses"]
+    assert masses == pytest.approx(found["eager masses"], abs=1e-5) and len(set(masses)) == len(masses) == 4
     assert found["replays"] > 0 and found["summarised"] > 0
 
 
@@ -74,7 +76,9 @@ def test_off_reads_everything_and_what_was_written_then_is_summarised_once_it_is
     assert new(found, "off", "all", "rows", "forwards") == [0, 5]
     # prompts that come then have no summaries, and may lie where one was made then
     assert found["off summarised"] > 0 == found["forgotten"]
-    assert new(found, "on", "off", "rows") == [6] and found["on stats"]["tokens_adopted"] > 0
+    assert new(found, "on", "off", "rows") == [6]
+    # in each of two layers whole blocks of both prompts
+    assert new(found, "on", "off", "tokens_adopted") == [2 * (128 + 64)]
     for name in ("failed_writes", "failed_adoptions", "fallbacks"):
         assert not found["on stats"][name]
 
