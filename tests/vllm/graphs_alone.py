@@ -20,6 +20,7 @@ import pytest
 import torch
 from test_device_reads import ON_DEVICE_ALONE, ON_HOST_TOO, OnDevice, device
 from test_gpu_routes import stand_in
+from vllm import SamplingParams
 from vllm.config.compilation import CUDAGraphMode
 
 from eps_cuda.integrations.vllm import graphs
@@ -76,6 +77,18 @@ def say(llm: Any, asked: Any) -> Any:
     return [found for found, _ in engines.say(llm, asked, 4, logprobs=None)]
 
 
+def joined(llm: Any, asked: Any) -> Any:
+    """What is said where the second prompt comes while the first decodes."""
+    drawn, said, steps = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False), {}, 0
+    llm.llm_engine.add_request("0", {"prompt_token_ids": asked[0]}, drawn)
+    while llm.llm_engine.has_unfinished_requests():
+        said |= {one.request_id: list(one.outputs[0].token_ids) for one in llm.llm_engine.step()}
+        steps += 1
+        if steps == 4:
+            llm.llm_engine.add_request("1", {"prompt_token_ids": asked[1]}, drawn)
+    return [said[name] for name in sorted(said)]
+
+
 def summarised(cache: Any) -> int:
     """Groups with a summary, which host and device count alike."""
     numbers = [(int(valid.sum()), int((state.fill == state.group_size).sum())) for valid, state in
@@ -95,6 +108,8 @@ def main() -> None:
         engines.runtime(llm).sparse.keep_records = True
         found["eager"], found["eager stats"] = say(llm, asked), engines.stats(llm)
         found["eager masses"] = [one.skipped_mass_mean for one in engines.runtime(llm).sparse.take_records()]
+        llm.reset_prefix_cache()
+        found["joined"] = [joined(llm, asked)]
         found["dense"] = [tokens for tokens, _ in engines.say_dense(llm, asked, 4)]
     runtime_module.uncaptured = lambda *arguments: None
     replay()
@@ -123,6 +138,9 @@ def main() -> None:
             found["on a device"] = say(llm, asked)
             found["waits"] = OnDevice.waits, list(OnDevice.reads)
             found["device stats"] = engines.stats(llm)
+        llm.reset_prefix_cache()
+        found["joined"].append(joined(llm, asked))
+        found["joined stats"] = engines.stats(llm)
         llm.reset_prefix_cache()
         padding, graphs.HELD = 2, 2
         found["padded"], found["waiting"] = say(llm, asked), len(own.graphs._slots)

@@ -57,11 +57,16 @@ def test_decode_batches_wait_for_nothing(found: dict[str, Any]) -> None:
     assert found["waits"] == [2, []], "once in each of two forwards with prompts"
 
 
+def test_a_prompt_that_comes_between_decode_batches_finds_the_host_up_to_date(found: dict[str, Any]) -> None:
+    eager, by_graphs = found["joined"]
+    assert by_graphs == eager and not found["joined stats"]["failed_writes"]
+
+
 def test_padding_changes_nothing_and_the_host_learns_of_all_writes(found: dict[str, Any]) -> None:
     """Here the host is told every second batch."""
     assert found["padded"] == found["graphs"] and found["padded summarised"] > 0 and found["waiting"] == 1
     names = "rows", "forwards", "groups_selected", "bytes_k_reread"
-    assert new(found, "padded", "device", *names) == new(found, "device", "cached", *names)
+    assert new(found, "padded", "joined", *names) == new(found, "device", "cached", *names)
 
 
 def test_the_budget_may_change_under_what_is_captured_and_nothing_else(found: dict[str, Any]) -> None:
