@@ -101,7 +101,7 @@ def test_no_step_copies_a_pool_and_those_that_end_a_unit_wait(
     METAL.read_kv(run.cache, 0, run.table[0], run.length)  # an engine's own attention leaves units open
     assert len(run.cache.k.opened.units[0]) and len(run.cache.k[0]) == UNITS
     assert not len(run.cache.k.opened.units[0]) and len(waits) == 3
-    # where nobody waits, this test sees a copy
+    # without the wait this test sees a copy
     monkeypatch.setattr(open_units, "GPU", "mps")
     monkeypatch.setattr(dispatch.KERNELS, "place_rows", None)
     run.extra_bytes()

@@ -90,7 +90,7 @@ def test_in_other_types_and_widths(q_dtype, head_dim, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("run", "chunk"), [(1024, 2048), (64, 128)])
 def test_tables_wider_than_a_sequence_and_sequences_of_nothing_change_nothing(run, chunk, monkeypatch) -> None:
-    """Captured steps have one table for all lengths: what lies past an end is read by nobody, and padding is empty."""
+    """Captured steps have one table for all lengths: kernels read nothing past an end, and padding is empty."""
     monkeypatch.setattr(best, "RUN_GROUPS", run)
     monkeypatch.setattr(thresholds, "CHUNK", chunk)
     (q, k, v, table, lengths, estimate, wanted), selectable = scene(spare=300)

@@ -48,6 +48,14 @@ class GpuKernels:
         """Return K, V and the table [B, M] of a step or pass as attention's kernels read them."""
         return cache.k[layer], cache.v[layer], self.on_device(cache, plan)[0]
 
+    def wanted(self, cache: Any, layer: int, plan: StepPlan) -> tuple[np.ndarray, np.ndarray, Array]:
+        """Return how many groups of each sequence a layer always selects [B], and how many in all [B]: int64 on the
+        host, and int32 on the device, copied once for all layers without a summary of the same groups."""
+        always_selected = plan.num_always_selected + np.asarray(plan.num_missing(cache.state[layer]), np.int64)
+        counts = plan.budget(always_selected)
+        key = "wanted", cache.device, counts.tobytes()
+        return always_selected, counts, plan.once(key, lambda: self.ops.on(cache, counts.astype(np.int32)))
+
     def score(self, cache: Any, layer: int, q: Array, plan: StepPlan) -> Scores:
         num_missing = plan.num_missing(cache.state[layer])
         with self.ops.place(cache):

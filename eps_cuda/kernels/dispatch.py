@@ -48,14 +48,9 @@ class TritonKernels(GpuKernels):
     def attend_fused(self, cache: Cache, layer: int, q: Tensor, plan: StepPlan) -> FusedRead:
         """A layer whose K and V are written, in five launches where codes are read at once. What it selects is listed
         by `lasting`."""
-        always_selected = plan.num_always_selected + np.asarray(plan.num_missing(cache.state[layer]), np.int64)
-        counts = plan.budget(always_selected)
         with self.ops.place(cache):
             table, lengths = self.on_device(cache, plan)
-            # layers without a summary of the same groups share it
-            wanted = plan.once(
-                ("wanted", cache.device, counts.tobytes()), lambda: OPS.on(cache, counts.astype(np.int32))
-            )
+            always_selected, counts, wanted = self.wanted(cache, layer, plan)
             read = table, lengths, wanted, depth_of(cache, plan), max(int(counts.max()), 1)
             best = attend_layer(plan.config, cache, layer, q, *read)
         selection = Selection(None, wanted[:, None].expand(best.skipped.shape), counts, always_selected)

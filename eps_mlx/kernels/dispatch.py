@@ -44,14 +44,10 @@ class MetalKernels(GpuKernels):
 
     def attend_fused(self, cache: Cache, layer: int, q: mx.array, plan: StepPlan) -> FusedRead:
         """A layer whose K and V are written: the parts, but what was skipped is summed where groups are chosen."""
-        always_selected = plan.num_always_selected + np.asarray(plan.num_missing(cache.state[layer]), np.int64)
-        common_counts = plan.budget(always_selected)
         with OPS.place(cache):
             table, lengths = self.on_device(cache, plan)
+            always_selected, common_counts, wanted = self.wanted(cache, layer, plan)
             estimate = self.estimates(cache, layer, q, plan, table, lengths)
-            # layers without a summary of the same groups share it
-            key = "wanted", cache.device, common_counts.tobytes()
-            wanted = plan.once(key, lambda: mx.array(common_counts.astype(np.int32)))
             width = max(int(common_counts.max()), 1)
             groups, counts, mask, skipped = self.choose(plan.config, estimate, wanted, lengths, width)
             selection = Selection(groups, counts, common_counts, always_selected, selected_mask=OPS.boolean(mask))

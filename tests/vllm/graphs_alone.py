@@ -35,6 +35,7 @@ replays = 0
 padding = 0  # rows behind a batch's own, as vLLM has where it captured larger ones
 held: dict[tuple[str, int], torch.Tensor] = {}  # vLLM's arrays with padding, at fixed addresses
 seen: list[Any] = []  # vLLM's metadata, as it was given
+prompts: list[Any] = []  # of batches with a prompt's last token: groups that rows select, and all of theirs
 
 
 def addresses(batch: DecodeBatch) -> list[int]:
@@ -57,7 +58,13 @@ def replay() -> None:
             for name, array in arrays.items():
                 arrays[name] = held.setdefault((name, len(array)), array).copy_(array)
             common = replace(common, **arrays)
-        return begin(self, common)
+        batch = begin(self, common)
+        if batch is not None and common.is_prefilling is not None and common.is_prefilling.any():
+            lengths = common.seq_lens_cpu_upper_bound
+            prompts.append(
+                [batch.wanted[: len(lengths)].tolist(), (-(-lengths // self.config.cache_config.S)).tolist()]
+            )
+        return batch
 
     def attended(self: DecodeBatch, place: int, impl: Any, *arguments: torch.Tensor) -> None:
         global replays
@@ -78,7 +85,7 @@ def say(llm: Any, asked: Any) -> Any:
 
 
 def joined(llm: Any, asked: Any) -> Any:
-    """What is said where the second prompt comes while the first decodes."""
+    """Return the tokens of two prompts, of which the second is added while the first decodes."""
     drawn, said, steps = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False), {}, 0
     llm.llm_engine.add_request("0", {"prompt_token_ids": asked[0]}, drawn)
     while llm.llm_engine.has_unfinished_requests():
@@ -131,6 +138,7 @@ def main() -> None:
         llm.reset_prefix_cache()
         # the second time all but the last token is there: a batch of one token a row that belongs to a prompt
         found["cached"] = [say(llm, [asked[0][:129]]) for _ in range(2)]
+        found["prompts"] = prompts
         found["cached stats"] = engines.stats(llm)
         llm.reset_prefix_cache()
         with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +154,7 @@ def main() -> None:
         found["padded"], found["waiting"] = say(llm, asked), len(own.graphs._slots)
         found["padded stats"] = engines.stats(llm)
         found["padded summarised"] = summarised(own.cache)
-        padding = 0
+        padding, graphs.HELD = 0, 32
         llm.reset_prefix_cache()
         for flat in ({"budget": 1.0}, {"num_recent_tokens": 8}, {"budget": 0.3}):
             try:
@@ -154,7 +162,9 @@ def main() -> None:
             except Exception as error:
                 found["refused"] = str(error)
                 found["all"], found["all stats"] = say(llm, asked), engines.stats(llm)
+        say(llm, asked)  # whose writes the host does not know yet
         llm.collective_rpc("eps_set", kwargs={"on": False})
+        found["switched off stats"], found["switched off"] = engines.stats(llm), summarised(own.cache)
         llm.reset_prefix_cache()
         found["off"], found["off stats"] = say(llm, asked), engines.stats(llm)
         found["off summarised"] = summarised(own.cache)
