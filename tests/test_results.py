@@ -45,6 +45,8 @@ def test_every_table_of_measured_rows_is_published() -> None:
         "experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl",
         "experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --fused",
         "experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --fused --kernels H200",
+        "experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --fused --share 0.1",
+        "experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --fused --share 0.1 --limit",
     }
     names |= {f"experiments/real/answers.py --tables {name} -o results/real-answers.jsonl" for name in answers.TABLES}
     names |= {f"speed_tables.py results {name}" for name in speed_tables.TABLES}

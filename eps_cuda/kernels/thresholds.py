@@ -28,7 +28,7 @@ from eps_cuda.kernels.overlap import overlap, release, wait
 CHUNK = 2048  # groups that one program takes
 SAMPLE = 512  # of a row, for the intervals, in runs of 8 that lie together
 BINS = 128
-CANDIDATES = 1024  # that are taken at a time
+CANDIDATES = 2048  # that are taken at a time: half a percent of a row of 262,144 estimates is 1,300
 COUNTERS = 5  # of a row behind the bins: always selected groups, candidates, tickets of two rounds and of attention
 # numbers of a row that a round leaves the next: its interval, what lies above it, how many are taken, the last group at
 # the lower threshold, how many are always selected

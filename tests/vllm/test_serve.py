@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +188,8 @@ def test_counters_are_on_the_servers_own_page_and_knobs_turn(server: Server) -> 
 
 
 def test_a_server_that_is_refused_does_not_answer(refused: Server) -> None:
-    try:
+    with suppress(NoAnswer):  # vLLM's shutdown has hung, once in hundreds of runs: what its worker says is the same
         assert not refused.wait(120) and refused.process.wait(30) != 0
-    except NoAnswer:
-        pass  # vLLM's shutdown has hung, once in hundreds of runs: what its worker says is the same
     said = refused.log.read_text()
     assert "ConfigError" in said and "no multiple of EPS's units of 128" in said
 

@@ -3,12 +3,16 @@
     python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl
     python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --kernels H100    (each of them)
     python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --fused    (of five launches)
+    python scripts/experiments/gpu_model/run.py --rows results/gpu/times-at-once.jsonl --fused --share 0.1 --limit
 
 A kernel takes a + b context + c work microseconds, none of them negative, by least squares over the measured cells:
 `a` for its launch, `b` for what goes through a row in turn, `c` for what is spread over the device. Work is tokens of
 all kv heads, of attention the selected ones. On another device a and b follow the clock. c follows the bandwidth where
 the bytes explain at least two thirds of it on the measured device, else multiprocessors times clock. Dense attention
 follows the bandwidth.
+
+`--share` changes how many tokens are read. `--limit` leaves launches and what a row does in turn as they are, and all
+other work takes what a copy of its bytes would.
 
 `--fused` puts the parts of nine measured launches together as five take them. A token is written beside the rounding
 of its query. Scores make the means, by compiled instructions 26 more of 399 for 64 tokens and 245 once a program, at
@@ -64,14 +68,17 @@ class Kernel(NamedTuple):
     spread: float
     num_bytes: float
 
+    def copied(self, device: Device) -> float:
+        """Return the microseconds of a copy of the bytes of a unit of work."""
+        return self.num_bytes / (COPIED * device.gbps * 1000)
+
     def us(self, context: int, work: float, device: Device) -> float:
         """Return the microseconds on a device."""
         known = DEVICES[MEASURED]
-        by_bytes = self.num_bytes / (COPIED * known.gbps * 1000)
-        bound_by_bytes = self.spread and by_bytes / self.spread >= EXPLAINED
+        bound_by_bytes = self.spread and self.copied(known) / self.spread >= EXPLAINED
         clock, units = known.ghz / device.ghz, known.multiprocessors / device.multiprocessors
         slower = known.gbps / device.gbps if bound_by_bytes else units * clock
-        least = 0.0 if device == known else self.num_bytes / (COPIED * device.gbps * 1000)
+        least = 0.0 if device == known else self.copied(device)
         return clock * (self.launch + self.in_turn * context) + max(self.spread * slower, least) * work
 
 
@@ -124,10 +131,18 @@ def dense_us(row: dict[str, Any], device: Device) -> float:
 @click.option("--rows", "path", type=click.Path(path_type=Path), required=True, help="Of gpu_times.py.")
 @click.option("--kernels", "named", type=click.Choice([*DEVICES]), help="Print each kernel on this device.")
 @click.option("--fused", is_flag=True, help="Of five launches a layer, which were not measured.")
-def main(path: Path, named: str | None, fused: bool) -> None:
+@click.option("--share", type=float, help="K, V and summaries that are read, of dense bytes. Default: as measured.")
+@click.option("--limit", is_flag=True, help="All work that is spread over a device at the speed of a copy.")
+def main(path: Path, named: str | None, fused: bool, share: float | None, limit: bool) -> None:
     rows = rows_of(path, "layer")
     require(len(rows) >= 3, f"{path} has {len(rows)} cells: three numbers of a kernel need three or more")
     models = {name: fitted(name, rows) for name in rows[0]["kernels"]}
+    if limit:
+        models = {name: one._replace(spread=one.copied(DEVICES[MEASURED])) for name, one in models.items()}
+    if share is not None:
+        least = max(row["summary_bytes"] / row["dense_kv_bytes"] for row in rows)
+        require(least < share <= 1, f"--share {share} is not above {least:.3f}, the share of summaries, and at most 1")
+        rows = [row | {"kv_bytes": share * row["dense_kv_bytes"] - row["summary_bytes"]} for row in rows]
 
     def kernels_us(row: dict[str, Any], device: Device) -> dict[str, float]:
         if fused:
@@ -146,7 +161,7 @@ def main(path: Path, named: str | None, fused: bool) -> None:
 
     measured = DEVICES[MEASURED]
     lines = []
-    if not fused:
+    if not (fused or limit or share):
         lines.append([f"{MEASURED}, measured", *(cell(row["step_us"], dense_us(row, measured)) for row in rows)])
     for name, device in DEVICES.items():
         lines.append([name, *(cell(sum(kernels_us(row, device).values()), dense_us(row, device)) for row in rows)])
