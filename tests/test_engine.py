@@ -285,6 +285,9 @@ def test_settings_survive_the_environment() -> None:
     assert Settings.of(Settings.of(asked).flat()) == Settings.of(asked)
     environ = {f"EPS_{name.upper()}": str(value) for name, value in asked.items()}
     assert from_environment({**environ, "EPS_STRICT": "true", "OTHER": "1"}) == {**asked, "strict": True}
+    assert Settings.of(from_environment({**environ, "EPS_METRICS": "1"})).metrics == Path("1")
+    with pytest.raises(ConfigError, match="metrics 1 is not"):
+        Settings.of({**asked, "metrics": 1})
 
 
 def test_a_misspelt_variable_is_refused_and_a_strangers_is_not() -> None:

@@ -134,7 +134,7 @@ def test_a_text_that_is_left_early_leaves_a_cache_to_go_on_with(family: str, tak
         assert [int(next(steps)[0]) for _ in range(taken)] == plain[:taken]
         steps.close()
         num_tokens, whole, own = cache[-1].offset, prompt + plain, make_prompt_cache(model)
-        assert num_tokens - 270 in (taken - 1, taken)  # a draft that was accepted is there already
+        assert num_tokens == 270 + taken  # as a dense text leaves it
         sparse.on = False
         for start, end in [(0, 269), *((i, i + 1) for i in range(269, num_tokens))]:
             model(mx.array([whole[start:end]]), cache=own)

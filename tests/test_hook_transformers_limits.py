@@ -16,6 +16,7 @@ from transformers import DynamicCache, StaticCache
 
 from eps_core.errors import ConfigError
 from eps_core.integrations import kernels as engine_kernels
+from eps_core.integrations.settings import Settings
 from eps_cuda.integrations.transformers import EpsCache, eps, plan_of
 from eps_cuda.kernels.cpu import KERNELS
 
@@ -146,6 +147,61 @@ def test_a_model_has_eps_on_once(tmp_path: Any) -> None:
         assert model.config._attn_implementation == "eps" and len(model._forward_pre_hooks) == 1
         model.generate(ids, max_new_tokens=3, do_sample=False)
     assert sparse.stats()["steps"] == 2 and not model._forward_pre_hooks
+
+
+class Adapted(torch.nn.Module):
+    """A wrapper such as PEFT's: `generate` calls the model inside."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.generate = model, model.generate
+        self.get_base_model = lambda: model
+
+
+@pytest.mark.parametrize(
+    "wrap", [Adapted, lambda model: torch.compile(model, backend="eager")], ids=["peft", "compile"]
+)
+def test_a_wrapped_model_is_sparse_inside(wrap: Any) -> None:
+    model, (ids, _) = tiny("llama"), prompts([300])
+    with eps(wrap(model), RQ) as sparse:
+        wrap(model).generate(ids, max_new_tokens=3, do_sample=False)
+    assert sparse.stats()["steps"] == 2 and model.config._attn_implementation == "sdpa"
+    with pytest.raises(ConfigError, match="Linear is no model of transformers"), eps(torch.nn.Linear(2, 2), RQ):
+        pass
+
+
+def test_a_compiled_forward_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, _) = tiny("llama"), prompts([300])
+    with eps(model, RQ):
+        plain = model.generate(ids, max_new_tokens=4, do_sample=False)
+    monkeypatch.setattr(model, "forward", torch.compile(model.forward, backend="eager"), raising=False)
+    with eps(model, RQ) as sparse:
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), plain)
+        assert sparse.stats()["steps"] == 3 and not sparse.stats()["fallbacks"]
+
+
+def test_the_cache_of_an_early_exit_is_its_own() -> None:
+    model, (ids, _) = tiny("llama"), prompts([300])
+    plain = model.generate(ids, max_new_tokens=6, do_sample=False)
+    with eps(model, RQ.replace(budget=1.0)) as sparse:
+        said = model.generate(ids, max_new_tokens=6, do_sample=False, assistant_early_exit=1)
+    assert torch.equal(said, plain) and not sparse.stats()["fallbacks"]
+
+
+def test_a_cache_ends_with_its_context() -> None:
+    model, (ids, _) = tiny("llama"), prompts([300])
+    with eps(model, RQ):
+        said = model.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    with eps(model, RQ), pytest.raises(ConfigError, match="that is over"):
+        model.generate(said.sequences, past_key_values=said.past_key_values, max_new_tokens=3, do_sample=False)
+
+
+def test_a_metrics_file_that_is_full_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model, (ids, _) = tiny("llama"), prompts([300])
+    with caplog.at_level(logging.ERROR, "eps"), eps(model, RQ, metrics="/dev/full") as sparse:
+        model.generate(ids, max_new_tokens=6, do_sample=False)
+        assert sparse.stats()["steps"] == 5 and not sparse.stats()["fallbacks"]
+    assert caplog.text.count("writes no more to its metrics file: /dev/full cannot be written") == 1
 
 
 def test_two_models_at_once() -> None:
@@ -288,8 +344,9 @@ def test_settings_are_checked_before_anything_is_touched() -> None:
     ):
         with pytest.raises(ConfigError, match=words), eps(model, **wrong):
             pass
-    with pytest.raises(ConfigError, match="not both: budget"):
-        EpsCache(model, RQ, budget=0.1)
+    for config in (RQ, Settings(RQ)):
+        with pytest.raises(ConfigError, match="not both: budget"), eps(model, config, budget=0.1):
+            pass
     assert model.config._attn_implementation == "sdpa" and not model._forward_pre_hooks
 
 

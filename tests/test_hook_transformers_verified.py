@@ -13,7 +13,7 @@ import torch
 from command import outcome
 from hf_models import RQ, Attending, eps_layers, feed, gone, prompts, stock, tiny
 from tiny_models import save_model
-from transformers import AutoTokenizer, TextIteratorStreamer
+from transformers import AutoTokenizer, LogitsProcessor, SynthIDTextWatermarkingConfig, TextIteratorStreamer
 
 from eps_core.config.speculative import DEFAULT_DRAFTS, SpeculativeConfig
 from eps_core.errors import ConfigError
@@ -149,6 +149,45 @@ def test_scores_logits_and_the_cache_are_returned_and_texts_streamed(tmp_path: P
         more = torch.cat([found.sequences, ids[:, :9]], dim=1)
         again = said(model, more, past_key_values=found.past_key_values)
     assert torch.equal(again, said(model, more))
+
+
+class Counting(LogitsProcessor):
+    """Forbids a token at every third call."""
+
+    num_calls = 0
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return scores.index_fill(1, scores.argmax(-1), -torch.inf) if self.num_calls % 3 == 0 else scores
+
+
+@pytest.mark.parametrize(
+    ("more", "drafts"),
+    [
+        ({"guidance_scale": 1.5}, False),
+        ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}, True),
+        ({"logits_processor": Counting}, True),
+    ],
+    ids=["guidance", "watermark", "own"],
+)
+def test_processors_that_keep_a_state_see_the_text_alone(more: dict[str, Any], drafts: bool) -> None:
+    model, (ids, _) = tiny("llama"), prompts([290], seed=3)
+
+    def text() -> Any:
+        made = {name: [value()] if value is Counting else value for name, value in more.items()}
+        return said(model, ids, **made)
+
+    plain = text()
+    with eps(model, **VERIFIED, draft=5) as sparse:
+        assert torch.equal(text(), plain)
+        assert bool(verified(sparse)["drafted"]) == drafts
+
+
+def test_a_prompt_of_one_token_is_a_prompt() -> None:
+    model, (ids, _) = tiny("llama"), prompts([1], seed=3)
+    plain = said(model, ids)
+    with eps(model, Settings.of({"method": "rq", "verify": "tokens"})) as sparse:  # all at once
+        assert torch.equal(said(model, ids), plain) and verified(sparse)["rounds"]
 
 
 # ---- the cache ----

@@ -17,7 +17,7 @@ from eps_core.attention.stats import StepOutput
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
-from eps_core.errors import ConfigError, fault_line, require
+from eps_core.errors import ConfigError, fault_line, one_line, require
 from eps_core.integrations.plan import Plan
 from eps_core.integrations.verified import Rounds
 from eps_core.io.outputs import JsonlWriter, Output
@@ -77,6 +77,7 @@ class SparseAttention:
         process ends. Every `audit_every`-th step also reads everything, for the true unread mass. `keep_records` and
         `keep_lists` are for tests and comparisons. `weight_bytes`: that one pass of the model reads, for `verify`."""
         self.backend, self.plan, self.on = backend, plan, True
+        self.ended = False  # whether what made the caches is over
         self.audit_every, self.keep_records, self.keep_lists = audit_every, keep_records, keep_lists
         self.model, self.device = model, device
         # of verified decoding, where it is on: then nothing is sparse but its drafts
@@ -244,9 +245,12 @@ class SparseAttention:
             for step in list(self._steps.values()):
                 self._end(step)
         stats = self.stats()
+        if self._writer is not None and self._run_line_written:
+            self._tell_file({"type": "summary", **stats})
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._writer is not None and self._output is not None:
-            if self._run_line_written:
-                self._writer.write({"type": "summary", **stats})
             self._writer.close()
             self._output.close()
             self._writer = self._output = None
@@ -357,9 +361,19 @@ class SparseAttention:
     def _write(self, record: StepRecord | RoundRecord, cache: Any) -> None:
         if self._writer is None:
             return
+        lines = [record.to_dict()]
         if not self._run_line_written:
             self._run_line_written = True
             device, more = self.device or cache.device, self.plan.to_dict()
             name, versions = backend_name(self.backend), self.backend.versions()
-            self._writer.write(provenance.run_line(self.config, cache.spec, name, device, self.model, versions, **more))
-        self._writer.write(record.to_dict())
+            lines.insert(0, provenance.run_line(self.config, cache.spec, name, device, self.model, versions, **more))
+        self._tell_file(*lines)
+
+    def _tell_file(self, *lines: dict[str, Any]) -> None:
+        """Write to the metrics file. The engine's call goes on where that fails, and no more is written."""
+        assert self._writer is not None
+        try:
+            self._writer.write(*lines)
+        except ConfigError as error:
+            logger.error("EPS writes no more to its metrics file: %s", one_line(error))
+            self._let_go()

@@ -47,8 +47,9 @@ class Settings:
         if "kernels" in extras:
             require(extras["kernels"] in ("auto", *KERNELS), f"kernels {extras['kernels']!r} are unknown: use auto")
         if "metrics" in extras:
-            records.check("metrics", str(extras["metrics"]), str)
-            extras["metrics"] = Path(extras["metrics"])
+            metrics = extras["metrics"]
+            records.check("metrics", str(metrics) if isinstance(metrics, Path) else metrics, str)
+            extras["metrics"] = Path(metrics)
         named = {field: extras.pop(name) for name, field in VERIFY.items() if name in extras}
         if "draft" in named:
             named["draft"] = None if named["draft"] == "auto" else named["draft"]
@@ -93,7 +94,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
         if text is None:
             continue
         try:
-            found[name] = json.loads(text)
+            found[name] = text if name == "metrics" else json.loads(text)
         except ValueError:  # a word
             found[name] = text
     return current_settings(found)

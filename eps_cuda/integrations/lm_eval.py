@@ -33,9 +33,8 @@ class EpsHFLM(HFLM):
         settings = Settings.of({**from_environment(), **current_settings(given)})
         refuse_adapter(str(kwargs.get("pretrained", args[0] if args else "")))
         super().__init__(*args, **kwargs)
-        extras = {"metrics": settings.metrics, "audit_every": settings.audit_every, "kernels": settings.kernels}
         self._eps = ExitStack()
-        self.sparse = self._eps.enter_context(eps(self.model, settings.config, **extras))
+        self.sparse = self._eps.enter_context(eps(self.model, settings))
 
     def get_model_info(self) -> dict[str, Any]:
         """The harness's own, which it asks for at the end, and what EPS read until then."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from eps_core.errors import ConfigError, fault_line, require
+from eps_core.errors import fault_line, require
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.settings import Settings
 from eps_core.kv_cache.step_plan import StepPlan
@@ -111,18 +111,17 @@ class PagedRuntime:
         """Live knobs: `on`, and settings of how groups are read. Returns those in force. Raises ConfigError for what is
         kept, or misspelt."""
         assert self.sparse is not None and self.settings is not None
+        require(on is None or isinstance(on, bool), f"on {on!r} is not true or false")
         if flat:
             wanted = Settings.of(self.settings.flat() | flat)
+            fixed = "metrics", "audit_every", "kernels", "verify"
             require(
-                (wanted.metrics, wanted.audit_every, wanted.kernels)
-                == (self.settings.metrics, self.settings.audit_every, self.settings.kernels),
-                "metrics, audit_every and kernels are fixed when the server starts",
+                all(getattr(wanted, name) == getattr(self.settings, name) for name in fixed),
+                f"{', '.join(fixed[:-1])} and {fixed[-1]} are fixed when the server starts",
             )
             self.sparse.config = wanted.config
             self.settings = wanted
         if on is not None and on != self.sparse.on:
-            if not isinstance(on, bool):
-                raise ConfigError(f"on {on!r} is not true or false")
             self.sparse.on = on
             self.forget()  # K that is written while it is off has no summary, but may lie where there was one
         return {"on": self.sparse.on, **self.described(), **self.settings.flat()}
@@ -131,9 +130,9 @@ class PagedRuntime:
         """Counters since the start or `reset`, plain numbers: `SparseAttention.stats` and this worker's own."""
         if self.sparse is None:
             return {"on": False}
-        memory = 0
-        if self.cache is not None:
-            for one in self.cache.parts():
+        memory, cache = 0, self.cache  # another thread may release it
+        if cache is not None:
+            for one in cache.parts():
                 memory += sum(pool.nbytes for fields in one.summaries for pool in fields.values())
         return {
             **self.sparse.stats(), **{name: int(self.counts[name]) for name in COUNTS}, **self.described(),

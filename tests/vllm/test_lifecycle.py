@@ -1,6 +1,9 @@
 """What vLLM does with its blocks: sharing, preemption, reuse, drafts that are rejected, EPS switched off and on."""
 
+import json
 import logging
+import shutil
+from pathlib import Path
 from typing import Any
 
 import engines
@@ -9,6 +12,7 @@ import pytest
 from shadow import Shadow
 
 import eps_cuda
+from eps_cuda.integrations.vllm import metrics
 
 RQ = {"method": "rq", "budget": 0.1}
 
@@ -120,11 +124,40 @@ def test_knobs_turn_while_it_runs_and_what_is_kept_does_not() -> None:
             engines.say(llm, asked, 6, logprobs=None)
             ratios.append(engines.stats(llm)["bytes_ratio"])
         assert 0.1 < ratios[0] < 0.15 < 0.3 < ratios[1] < 0.4
-        for wrong in ({"group_size": 4}, {"budget": -1.0}, {"budgets": 0.1}, {"kernels": "arrays"}):
-            with pytest.raises(Exception, match=r"begin|began|budget|fixed"):
+        for wrong in (
+            {"group_size": 4}, {"budget": -1.0}, {"budgets": 0.1}, {"kernels": "arrays"}, {"verify": "tokens"},
+            {"head_modes": [["dense"] * 3] * 4}, {"on": "no", "budget": 0.9},
+        ):  # fmt: skip
+            with pytest.raises(Exception, match=r"begin|began|budget|fixed|head modes of 3|not true or false"):
                 llm.collective_rpc("eps_set", kwargs=wrong)
+        assert llm.collective_rpc("eps_set")[0]["budget"] == 0.3
         found = engines.stats(llm)
         assert found["bytes_kv_read"] > 0 and found["on"]
+
+
+def test_one_list_for_all_heads_stays_one_list() -> None:
+    settings = {"method": "meanstd", "route": "stock", "budget": 0.3}
+    with (
+        engines.engine(engines.DEMO, settings) as llm,
+        pytest.raises(Exception, match="for all kv heads alike, and cannot have scope 'kv-head'"),
+    ):
+        llm.collective_rpc("eps_set", kwargs={"scope": "kv-head"})
+
+
+def test_counters_that_cannot_be_written_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    monkeypatch.setenv(metrics.FOLDER, str(folder))
+    with engines.engine(engines.DEMO, RQ) as llm, caplog.at_level(logging.ERROR, "eps"):
+        (said,) = engines.say(llm, engines.prompts(900), 3, logprobs=None)
+        assert json.loads((folder / "0.json").read_text())["on"]
+        shutil.rmtree(folder)
+        monkeypatch.setattr(metrics, "SECONDS", 0)
+        llm.reset_prefix_cache()
+        assert engines.say(llm, engines.prompts(900), 3, logprobs=None) == [said]
+    assert caplog.text.count("EPS's counters stay as they are on /metrics") == 1
 
 
 def test_a_fault_in_eps_is_dense_counted_and_loud(

@@ -1,6 +1,7 @@
 """What a start says, and what does not start: a server that was asked for EPS runs with it or not at all."""
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,7 @@ def test_layers_that_cannot_be_sparse_stay_dense_by_name(
             "no multiple of EPS's units of 128 .*--block-size 128",
         ),
         ("demo", {"method": "meanstd", "route": "stock", "scope": "kv-head"}, {}, "cannot have scope 'kv-head'"),
+        ("demo", RQ | {"head_modes": [["sparse"]] * 4}, {}, "head modes of 1 kv heads do not fit layers of 2"),
     ],
 )
 def test_what_cannot_be_sparse_does_not_start(
@@ -69,6 +71,31 @@ def test_what_cannot_be_sparse_does_not_start(
     with pytest.raises(Exception, match=message) as caught, engines.engine(models[name], settings, **more):
         pass
     assert "\n" not in str(caught.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ("serve DIR", False),
+        ('serve DIR --additional-config {"eps":{}}', True),
+        ("serve DIR --additional-config.eps.method rq", True),
+        ("serve DIR --additional_config.eps.method=rq", True),
+        ("serve /models/x.eps.d", False),
+        ("serve DIR --config with.yaml", True),
+        ("serve DIR --config=with.yaml", True),
+        ("serve DIR --config without.yaml", False),
+        ("serve DIR --config absent.yaml", False),
+        ("serve DIR --config", False),
+    ],
+)
+def test_what_names_eps_before_vllm_reads_its_arguments(
+    argv: str, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "with.yaml").write_text("port: 1\nadditional-config:\n  eps:\n    method: rq\n")
+    (tmp_path / "without.yaml").write_text("port: 1\nsteps: 2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", argv.split())
+    assert hook._named() == named
 
 
 def configured(**changes: Any) -> Any:

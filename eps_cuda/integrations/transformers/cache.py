@@ -58,6 +58,7 @@ class EpsLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new K and V [B, Hkv, N, D] alone: attention "eps" finds this layer by them."""
         name = self.config._attn_implementation
@@ -66,12 +67,17 @@ class EpsLayer(CacheLayerMixin):
             f'the model attends by "{name}" and its cache is an EpsCache: call '
             f'model.set_attn_implementation("{NAME}") first',
         )
+        require(
+            not self.rows.sparse.ended,
+            "this cache was made in a `with eps(model)` that is over: begin a conversation with a new one",
+        )
         if self._waiting is not None:
             raise RuntimeError(f"the attention of sparse layer {self.index} never ran: reset the cache")
         self.length += key_states.shape[-2]
         self._waiting = key_states, value_states
         return hand_over(key_states, self), value_states
 
+    @torch.compiler.disable
     def attend(
         self, module: torch.nn.Module, query: Tensor, mask: Tensor | None, scaling: float | None = None, **more: Any
     ) -> Tensor:
@@ -187,12 +193,15 @@ class EpsCache(Cache):
         return self._rows.sparse
 
 
-def asked_for(config: EpsConfig | None, settings: dict[str, Any]) -> Settings:
+def asked_for(config: EpsConfig | Settings | None, settings: dict[str, Any]) -> Settings:
     """Return the settings that a caller asks for, by a config or by flat settings beside it."""
     if config is None:
         return Settings.of(settings)
-    extras: dict[str, Any] = {name: settings.pop(name) for name in EXTRAS if name in settings}
+    of_config = isinstance(config, EpsConfig)
+    extras: dict[str, Any] = {name: settings.pop(name) for name in EXTRAS if of_config and name in settings}
     require(not settings, f"give EPS settings by config or by name, not both: {', '.join(settings)}")
+    if not isinstance(config, EpsConfig):
+        return config
     return replace(Settings.of({"method": config.cache_config.method, **extras}), config=config)
 
 

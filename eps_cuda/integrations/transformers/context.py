@@ -5,12 +5,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError, require
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.plan import Plan
+from eps_core.integrations.settings import Settings
 from eps_core.load import load_backend
 from eps_cuda.integrations.transformers.attention import NAME
 from eps_cuda.integrations.transformers.cache import EpsLayer, asked_for, make_fused, put_into, text_config
@@ -20,9 +21,10 @@ from eps_cuda.integrations.transformers.verified import verifying
 
 
 @contextmanager
-def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterator[SparseAttention]:
+def eps(model: Any, config: EpsConfig | Settings | None = None, **settings: Any) -> Iterator[SparseAttention]:
     """Inside, `model` attends by "eps" and every `generate` that makes its own cache has EPS in it; the yielded
-    counters speak of all of them. Settings as of `EpsCache`; with method off nothing is touched.
+    counters speak of all of them. Settings as of `EpsCache`, or `Settings` instead of a config; with method off nothing
+    is touched.
 
     How: transformers offers no name for a cache of one's own, so a forward pre-hook (torch's own, on this model
     object alone) looks for the empty `DynamicCache` that `generate` has just made and puts our layers where its
@@ -37,6 +39,7 @@ def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterato
         sparse.on = False
         yield sparse
         return
+    model = _unwrapped(model)
     if any(isinstance(hook, _PutIn) for hook in model._forward_pre_hooks.values()):
         raise ConfigError("this model has EPS on already: leave the other `with eps(model)` first")
     sparse = make_fused(model, asked)
@@ -50,6 +53,7 @@ def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterato
             with verifying(model, sparse) if sparse.rounds is not None else nullcontext():
                 yield sparse
     finally:
+        sparse.ended = True
         handle.remove()
         model.set_attn_implementation(before)
 
@@ -67,7 +71,17 @@ class _PutIn:
         if is_fresh(cache):
             rows = Rows(self.sparse, self.kernels, self.text.num_attention_heads)
             layers = cache.layers or DynamicCache(config=self.text).layers
-            cache.layers = put_into(layers, self.text, rows)
+            if len(layers) > max(self.sparse.plan.sparse):  # fewer: of an early exit that drafts
+                cache.layers = put_into(layers, self.text, rows)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model that torch.compile's or PEFT's wrapper calls, whose own forward `generate` passes by."""
+    while not isinstance(model, PreTrainedModel):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "get_base_model", lambda: None)()
+        require(inner is not None, f"{type(model).__name__} is no model of transformers: give eps() the one inside")
+        model = inner
+    return model
 
 
 def is_fresh(cache: Any) -> bool:

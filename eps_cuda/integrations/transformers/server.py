@@ -55,8 +55,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
             if not settings.config.cache_config.enabled:
                 self.server.run()
                 return
-            extras: dict[str, Any] = {"metrics": settings.metrics, "audit_every": settings.audit_every}
-            with eps(model, settings.config, kernels=settings.kernels, **extras) as sparse, _terminated():
+            with eps(model, settings) as sparse, _terminated():
                 print(sparse.plan.line(sparse.config), file=sys.stderr, flush=True)
                 app: Any = self.server.config.app
                 app.get("/eps/stats")(sparse.stats)

@@ -26,6 +26,9 @@ from eps_cuda.integrations.transformers.cache import EpsLayer
 from eps_cuda.integrations.transformers.names import CACHE, cache_in
 from eps_cuda.integrations.transformers.rows import Rows
 
+# processors that keep what they have seen, which drafts must not become part of
+_GUIDED = ("UnbatchedClassifierFreeGuidanceLogitsProcessor",)  # in a cache of its own
+_COUNTING = ("SynthIDTextWatermarkLogitsProcessor",)
 _PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -77,8 +80,10 @@ def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any) -> Any:
         cache: Any = cache_in(model_kwargs)
         # an empty one becomes ours in its first forward; others hold what was kept without EPS
         ours = cache is not None and (not cache.get_seq_length() or bool(_own_layers(cache)))
-        if len(input_ids) > 1 or not ours:
-            rounds.undrafted("a batch" if ours else "a cache that was made without EPS")
+        guided = any(type(one).__name__ in _GUIDED for one in logits_processor)
+        if len(input_ids) > 1 or guided or not ours:
+            what = "a batch" if len(input_ids) > 1 else "guidance by a second cache"
+            rounds.undrafted(what if ours else "a cache that was made without EPS")
             return type(model)._sample(
                 model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                 generation_config=generation_config, streamer=streamer, **model_kwargs,
@@ -120,6 +125,8 @@ class _Text:
     ) -> None:
         self.model, self.ids, self.processor, self.criteria = model, ids, processor, criteria
         self.config, self.kwargs, self.streamer = config, kwargs, streamer
+        kinds = map(type, processor)
+        self.counts = any(one.__name__ in _COUNTING or not one.__module__.startswith("transformers.") for one in kinds)
         self.ended = False
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
@@ -129,7 +136,8 @@ class _Text:
         mask = self.kwargs.get("attention_mask")
         whole = getattr(self.config, "_mask_length", -1) if mask is None else mask.shape[1]
         # else the prompt goes on from what the cache holds
-        return bool(whole == self.ids.shape[1] == cache.get_seq_length() + 1)
+        held = cache.get_seq_length()
+        return bool(held and whole == self.ids.shape[1] == held + 1)
 
     def begin(self) -> None:
         """Reads the prompt, and says the first token."""
@@ -151,9 +159,10 @@ class _Text:
         # the numbers that are drawn from here on are drawn again
         numbers: Any = torch if ids.device.type == "cpu" else torch.get_device_module(ids.device)
         state = numbers.get_rng_state() if self.config.do_sample else None
+        processor = copy.deepcopy(self.processor) if drafts and self.counts else self.processor
         for _ in range(drafts):
             outputs = self._forward(ids, kwargs, 1)
-            scores = self.processor(ids, self._row(outputs.logits[:, -1]))
+            scores = processor(ids, self._row(outputs.logits[:, -1]))
             # a draft may be anything, but drawing from NaN would end the text
             ids = torch.cat([ids, self._drawn(torch.nan_to_num(scores))[:, None]], dim=-1)
             kwargs = self.model._update_model_kwargs_for_generation(outputs, dict(kwargs))

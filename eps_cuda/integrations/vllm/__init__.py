@@ -7,7 +7,10 @@ place of attention backends, which are the stock ones unless a server was asked 
 
 import logging
 import os
+import re
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from eps_core.errors import ConfigError, one_line
 
@@ -37,4 +40,10 @@ def register() -> None:
 def _named() -> bool:
     """Return whether the environment or the command line of this process asks for EPS, as far as is known before vLLM
     reads its own configuration."""
-    return os.environ.get("EPS_METHOD", "off") != "off" or any('"eps"' in argument for argument in sys.argv)
+    texts = list(sys.argv)
+    for place, argument in enumerate(sys.argv):
+        if argument.partition("=")[0] == "--config":  # a file of arguments
+            with suppress(OSError, ValueError, IndexError):
+                texts.append(Path(argument.partition("=")[2] or sys.argv[place + 1]).read_text())
+    asks = re.compile(r'"eps"|^--additional[-_]config\.eps|^ *eps:', re.MULTILINE)
+    return os.environ.get("EPS_METHOD", "off") != "off" or any(map(asks.search, texts))

@@ -6,6 +6,7 @@ batch that was computed by a CUDA graph counts once the next one comes.
 """
 
 import json
+import logging
 import os
 import tempfile
 import threading
@@ -14,6 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from eps_core.errors import one_line
+
+logger = logging.getLogger("eps")
 FOLDER = "EPS_METRICS_FOLDER"  # of the environment; set by `export`
 SECONDS = 1.0
 COUNTERS = {  # counter of `eps_stats` -> what it counts
@@ -53,18 +57,24 @@ class Shown:
         if self.file is None:
             return
         if time.monotonic() - self._last >= SECONDS:
-            self._write(self.file, runtime)
+            self._write(runtime)
         elif self._later is None or not self._later.is_alive():
-            self._later = threading.Timer(2 * SECONDS, self._write, [self.file, runtime])
+            self._later = threading.Timer(2 * SECONDS, self._write, [runtime])
             self._later.daemon = True
             self._later.start()
 
-    def _write(self, file: Path, runtime: Any) -> None:
+    def _write(self, runtime: Any) -> None:
         with self._lock:
+            if self.file is None:
+                return
             self._last = time.monotonic()
-            part = file.with_suffix(".part")
-            part.write_text(json.dumps(runtime.stats()))
-            part.replace(file)
+            part = self.file.with_suffix(".part")
+            try:
+                part.write_text(json.dumps(runtime.stats()))
+                part.replace(self.file)
+            except Exception as error:  # of a forward, which must not end for it
+                self.file = None
+                logger.error("EPS's counters stay as they are on /metrics: %s", one_line(error))
 
 
 def export() -> None:

@@ -84,6 +84,7 @@ class Runtime(PagedRuntime):
             self.route.backend, settings.config, plan, metrics=_own_file(settings.metrics, self.vllm_config),
             audit_every=settings.audit_every, model=str(self.vllm_config.model_config.model),
         )  # fmt: skip
+        self.sparse.fits(shapes[next(iter(self.places))][0])
         self.uncaptured = uncaptured(self.vllm_config, settings, self.want.route, block_tokens)
         self._say(f"{plan.line(settings.config)}; route {self.want.route}, vLLM blocks of {block_tokens} tokens")
         if device == "cuda":
@@ -187,15 +188,26 @@ class Runtime(PagedRuntime):
 
     def set(self, on: bool | None = None, **flat: Any) -> dict[str, Any]:
         """See `PagedRuntime.set`. Of what is captured in CUDA graphs the budget alone may change."""
-        if self.graphs is not None and flat and self.settings is not None:
-            captured = self.graphs.config.selection_config
+        if flat and self.settings is not None:
             wanted = Settings.of(self.settings.flat() | flat).config.selection_config
+            require(
+                self.want.route != "stock" or wanted.scope == "union",
+                f"route stock reads whole blocks for all kv heads alike, and cannot have scope {wanted.scope!r}: start "
+                "the server with route rows",
+            )
+            captured = wanted if self.graphs is None else self.graphs.config.selection_config
             require(
                 replace(wanted, budget=captured.budget) == captured,
                 "vLLM's CUDA graphs hold all settings but budget: start it with cudagraph_mode PIECEWISE to change "
                 "others while it runs",
             )
-        return super().set(on, **flat)
+        found = super().set(on, **flat)
+        self._shown.update(self)
+        return found
+
+    def reset(self) -> None:
+        super().reset()
+        self._shown.update(self)
 
     def _say(self, line: str) -> None:
         from vllm.logger import init_logger

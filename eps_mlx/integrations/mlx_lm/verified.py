@@ -93,6 +93,7 @@ class _Text:
             mx.clear_cache()
         last: Any = prompt[-1].item()
         fed, num_said, num_rounds = int(last), 0, 0
+        lacking: int | None = None  # a token that was said and is not in the cache yet
         while num_said != self.max_tokens:
             room = self.max_tokens - num_said if self.max_tokens > 0 else self.rounds.verify.most + 1
             tokens, logprobs, accepted = self._round(fed, room)
@@ -103,15 +104,25 @@ class _Text:
                 for token, row in zip(tokens, logprobs, strict=True):
                     num_taken += 1
                     num_said += 1
+                    lacking = token if num_taken > accepted else None
                     yield token, row
-            finally:
-                # nobody takes the rest: the cache ends before it, as after mlx-lm's own speculation
+            except GeneratorExit:
+                # nobody takes the rest: the cache ends with what was taken, as mlx-lm's own loop leaves it
                 if num_taken < accepted:
                     self._take_back(accepted - num_taken, num_taken + 1)
+                self._feed(lacking)
+                raise
             fed = tokens[-1]
             num_rounds += 1
             if num_rounds % 32 == 0:
                 mx.clear_cache()
+        self._feed(lacking)
+
+    def _feed(self, token: int | None) -> None:
+        """Put a token that was said into the cache."""
+        if token is not None:
+            self.model(mx.array([[token]], mx.uint32), cache=self.cache)
+            mx.async_eval([one.state for one in self.cache])
 
     def _round(self, fed: int, room: int) -> tuple[list[int], list[mx.array], int]:
         """(tokens said, log probabilities [V] of each, accepted drafts)."""
