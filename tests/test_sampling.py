@@ -173,6 +173,12 @@ def test_a_draw_without_a_runner_up_has_no_margin() -> None:
     assert draw(TARGET, Sampling(1.0, 0.9, by="cdf"), 0, 0).margin == np.inf
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("by", ["gumbel", "cdf"])
+def test_the_smallest_temperature_draws_the_best_token(by: str) -> None:
+    assert draw(np.array([-9.0, 90.0, 3.0]), Sampling(1e-307, by=by), 0, 0).token == 1
+
+
 # ---- one round ----
 
 

@@ -69,7 +69,8 @@ def gumbel(sampling: Sampling, sequence: int, position: int, count: int) -> np.n
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """[V] float64 that tokens are drawn with, of logits [V]: after temperature, which is above 0, and of the fewest
     tokens, likeliest first, that hold top_p; 0 for the others."""
-    mass = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
+    with np.errstate(over="ignore"):  # at a tiny temperature the others have no mass at all
+        mass = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
     if sampling.top_p < 1:
         kept = np.zeros_like(mass)
         nucleus = _nucleus(mass, sampling.top_p)
