@@ -250,7 +250,7 @@ def the_text_before(text: str, stop: list[str]) -> str:
 
 
 @given(
-    words=st.lists(st.text("ab", max_size=4), max_size=8),
+    words=st.lists(st.text("ab\ufffd", max_size=4), max_size=8),  # a token may end inside a character
     stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
 )
 def test_text_ends_before_the_first_stop_string_whatever_its_tokens_are(words: list[str], stop: list[str]) -> None:
@@ -262,8 +262,9 @@ def test_text_ends_before_the_first_stop_string_whatever_its_tokens_are(words: l
         if ended:
             break
     else:
-        text.flush()
-    assert text.text == the_text_before("".join(words), stop)
+        ended = text.flush()
+    want = the_text_before("".join(words), stop)
+    assert text.text == want and ended == (want != "".join(words))
 
 
 # ---- several
@@ -311,7 +312,10 @@ def test_a_piece_is_whole_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "generate", lambda *args, **more: iter(said))
     monkeypatch.setattr(llm_module, "summarise", lambda records: dict.fromkeys(COUNTS, 0))
     # what is cut off comes last
-    assert list(llm.stream("x", max_new_tokens=12)) == ["a", "é", "€", "😀", "b", "\ufffd"]
+    *pieces, last = llm.stream("x", max_new_tokens=12)
+    assert [*pieces, last] == ["a", "é", "€", "😀", "b", "\ufffd"] and last.result.finish_reason == "length"
+    *pieces, last = llm.stream("x", max_new_tokens=12, stop="\ufffd")
+    assert [*pieces, last] == ["a", "é", "€", "😀", "b", ""] and last.result.finish_reason == "stop"
 
 
 COUNTS = ("bytes_kv_read_est", "bytes_summary_read", "bytes_kv_dense", "tokens_per_s", "pages_visited", "pages_total")

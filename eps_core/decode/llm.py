@@ -225,8 +225,8 @@ class _Run:
                     self.ended.add(index)
             yield
         for index, text in enumerate(self.texts):
-            if index not in self.ended:
-                text.flush()
+            if index not in self.ended and text.flush():
+                self.ended.add(index)
 
     def pieces(self) -> Generator[Piece, None, None]:
         """The text of the only prompt, as it is decoded."""

@@ -31,17 +31,24 @@ class StoppedText:
         """Add a token. Returns True, and is to be given no more, where its text completes a stop string."""
         self.tokens.append(token)
         self._stream.add(token)
+        return self._take()
+
+    def flush(self) -> bool:
+        """Add what was held back, after the last token of a text that met no stop string. Returns True where it
+        completes one."""
+        self._stream.flush()
+        return self._take(last=True)
+
+    def _take(self, last: bool = False) -> bool:
+        """Take what has come into the text, up to a stop string; hold back what one may begin with, unless it is the
+        `last`. Returns True where a stop string is complete."""
         text = self._held + "".join(self._pieces)
         self._pieces.clear()
         found = [(start + len(word), start) for word in self.stop if (start := text.find(word)) >= 0]
-        end = min(found)[1] if found else len(text) - max((_begun(text, word) for word in self.stop), default=0)
+        held = 0 if last else max((_begun(text, word) for word in self.stop), default=0)
+        end = min(found)[1] if found else len(text) - held
         self.text, self._held = self.text + text[:end], text[end:]
         return bool(found)
-
-    def flush(self) -> None:
-        """Add what was held back, after the last token of a text that met no stop string."""
-        self._stream.flush()
-        self.text += self._held + "".join(self._pieces)
 
 
 def _begun(text: str, word: str) -> int:
