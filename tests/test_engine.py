@@ -302,6 +302,7 @@ def test_a_misspelt_variable_is_refused_and_a_strangers_is_not() -> None:
     ("flat", "words"),
     [
         ({"methode": "rq"}, "unknown EPS setting methode"),
+        ({"method": "keys"}, "method 'keys' only bounds"),
         ({"method": "rq", "budget": "much"}, "budget"),
         ({"method": "rq", "audit_every": -1}, "audit_every"),
         ({"method": "rq", "kernels": "cudnn"}, "kernels 'cudnn'"),

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Self, get_type_hints
 
-from eps_core.config.cache import CacheConfig, coded_methods
+from eps_core.config.cache import METHODS, CacheConfig, coded_methods
 from eps_core.config.selection import SelectionConfig
 from eps_core.errors import ConfigError, require
 from eps_core.io import records
@@ -279,10 +279,21 @@ _KINDS = get_type_hints(EpsConfig)
 def config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig:
     """A config or flat settings; off where there is neither."""
     if not settings:
-        return config or EpsConfig()
+        return check_offered(config or EpsConfig())
     require(config is None, f"config and {next(iter(settings))} say two things: give one of them")
     made = EpsConfig.of(**settings)
     idle = sorted(set(settings) - {"method", "block_size"})
     if idle and "method" not in settings:
         raise ConfigError(f'{idle[0]} means nothing while EPS is off: add method="rq"')
-    return made
+    return check_offered(made)
+
+
+def check_offered(config: EpsConfig) -> EpsConfig:
+    """Return the config that a user gave. Raises ConfigError where its method is no estimate: it only bounds the groups
+    of others."""
+    method = config.cache_config.method
+    require(
+        config.cache_config.method_spec.role != "bounds",
+        f"method {method!r} only bounds the groups of other methods (bound_bits): choose one of {', '.join(METHODS)}",
+    )
+    return config

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
-from eps_core.config.eps import FLAT, EpsConfig
+from eps_core.config.eps import FLAT, EpsConfig, check_offered
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.errors import require
 from eps_core.io import records
@@ -59,7 +59,7 @@ class Settings:
             verify.enabled or not idle,
             f'{", ".join(idle)} means nothing without verified decoding: add verify="tokens"',
         )
-        config = EpsConfig.of(**given)
+        config = check_offered(EpsConfig.of(**given))
         verify.check(config, audit_every=extras.get("audit_every", 0))
         return cls(config, verify=verify, **extras)
 
