@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eps_core.errors import ConfigError, shown
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import ConfigError, require, shown
 from eps_core.io import inputs
 from eps_core.io.records import Share, read_record
 from eps_core.io.schema import current_modes
@@ -126,3 +127,15 @@ def check_policy(policy: HeadPolicy, model: Path, spec: ModelSpec) -> None:
         raise ConfigError(
             f"the head policy was made for another model ({policy.model}) of the same shape: calibrate this model"
         )
+
+
+def check_modes(config: EpsConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError where head modes that take effect are of another shape than the model."""
+    modes = config.selection_config.head_modes if config.cache_config.enabled else None
+    found = (len(modes), len(modes[0])) if modes else (spec.num_layers, spec.num_kv_heads)
+    require(
+        found == (spec.num_layers, spec.num_kv_heads),
+        "head_modes are of {} layers x {} kv heads, the model has {} x {}: calibrate this model".format(
+            *found, spec.num_layers, spec.num_kv_heads
+        ),
+    )

@@ -22,6 +22,7 @@ from eps_core.cpu.usable import why_not
 from eps_core.decode.balance import Measure, balance
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate, prefill
+from eps_core.decode.heads import check_modes
 from eps_core.decode.kernel_check import disagreement, rows_disagreement
 from eps_core.decode.observe import Watcher
 from eps_core.decode.prefix import Prefix
@@ -98,6 +99,7 @@ class Session:
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
         spec, tokenizer = read_spec(path), load_tokenizer(path)
+        check_modes(config, spec)
         check_weights(path, spec)
         module = load_backend(backend)
         device = choose_device(module, device)
