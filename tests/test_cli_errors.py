@@ -71,6 +71,7 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "no-new-tokens": (["run", "--max-new-tokens", 0], "--max-new-tokens"),
     "no-chunk": (["run", "--prefill-chunk", 0], "--prefill-chunk"),
     "no-pool": (["run", "--pool-tokens", 0], "--pool-tokens"),
+    "nameless-cache-dir": (["run", "--cache-dir", "", "--prompt", "x"], "--cache-dir '' has no characters"),
     "negative-temperature": (["run", "--temperature", -1], "temperature -1.0"),
     "top-p-range": (["run", "--temperature", 1, "--top-p", 1.5], "top-p 1.5"),
     "top-p-greedy": (["run", "--top-p", 0.5], "--temperature"),

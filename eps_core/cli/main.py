@@ -125,7 +125,7 @@ def cli() -> None:
 @option(
     "--cache-dir",
     heading=DECODING,
-    type=FILE,
+    type=click.Path(),  # a Path would turn an empty text into the working directory
     metavar="DIR",
     help="Folder of stored prompts (K, V and summaries): a prompt that begins with one skips its prefill.",
 )

@@ -95,6 +95,7 @@ class Session:
         verify = SpeculativeConfig(verify) if isinstance(verify, str) else verify
         verify.check(config)
         require(weights in WEIGHT_BITS, f"weights {weights!r} are unknown: choose one of {', '.join(WEIGHT_BITS)}")
+        require(cache_dir != "", "--cache-dir '' has no characters: give a folder, or leave it out")
         path = DEMO_MODEL if model is None else resolve_model(model)
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")

@@ -55,7 +55,7 @@ class RunRequest:
     verify: SpeculativeConfig = UNVERIFIED  # of the EPS side
     keep: EvictionConfig = KEEP_ALL  # the same
     weights: str = "full"  # of decode steps, dense and sparse
-    cache_dir: Path | None = None  # where prompts are kept between runs
+    cache_dir: Path | str | None = None  # where prompts are kept between runs
     engine: str = OWN  # the decoder that runs the model: our own, or another engine with EPS in it
     plot: Callable[[Trace], None] | None = None  # where set, called at the end with what the sparse steps read
     # with the built-in prompt: times one layer of a large model, for the end of the table
