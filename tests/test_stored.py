@@ -105,6 +105,25 @@ def test_a_batch_loads_each_of_its_prompts(target: tuple, model: Path, tmp_path:
     assert [one.tokens for one in first] == [one.tokens for one in second] == [one.tokens for one in alone]
 
 
+@pytest.mark.parametrize("name", ["box", "bounds", "bounded-codes"])
+def test_a_file_is_of_its_prompt_alone(target: tuple, model: Path, name: str, tmp_path: Path) -> None:
+    """Whatever was decoded after it, and beside it."""
+    settings = SETTINGS.get(name, {**SETTINGS["box"], "kv_bits": (8, 4)})
+    runs: list[tuple[str | list[str], int]] = [(TEXT, 1), (TEXT, 40)]
+    if name != "bounds":
+        runs.append(([TEXT, "{[<%&>]}" * 30], 1))
+    held = []
+    for run, (prompts, num_new) in enumerate(runs):
+        folder = tmp_path / str(run)
+        opened(target, model, folder, **settings).generate(prompts, max_new_tokens=num_new, ignore_eos=True)
+        held.append([tensors.read(file)[1] for file in files(folder)])
+    ((first,), *others) = held
+    for other in others:
+        (same,) = (one for one in other if np.array_equal(one["tokens"], first["tokens"]))
+        for key, array in first.items():
+            np.testing.assert_array_equal(same[key].view(np.uint8), array.view(np.uint8), err_msg=key)
+
+
 def test_codes_about_a_centre_are_of_one_prompt(target: tuple, model: Path, tmp_path: Path) -> None:
     llm = opened(target, model, tmp_path, **SETTINGS["bounds"])
     with pytest.raises(ConfigError, match="one prompt"):

@@ -177,15 +177,19 @@ def written(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots:
     return follow_write(ops, cache, layer, keys, values, slots)
 
 
+def largest_norm(ops: Ops, rows: Array) -> Array:
+    """Return at least the largest norm [Hkv] of rows [N, Hkv, D]."""
+    # a float32 norm is short by less than 2^-16 of itself; NaN in V bounds nothing
+    norm = ops.norms(ops.float32(rows))
+    return ops.max(ops.where(ops.isnan(norm), math.inf, norm), axis=0) * (1 + 2.0**-16)
+
+
 def follow_write(ops: Ops, cache: Any, layer: int, keys: Array, values: Array, slots: np.ndarray) -> Any:
     """Update summaries and bounds with rows [N, Hkv, D] as they were stored in slots [N]."""
     with ops.place(cache):
         if cache.cache_config.has_bounds:
             for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
-                # a float32 norm is short by less than 2^-16 of itself; NaN in V bounds nothing
-                norm = ops.norms(ops.float32(array))
-                norm = ops.max(ops.where(ops.isnan(norm), math.inf, norm), axis=0) * (1 + 2.0**-16)
-                largest[layer] = ops.maximum(largest[layer], norm)
+                largest[layer] = ops.maximum(largest[layer], largest_norm(ops, array))
         for one in cache.parts():
             # whose flags may change
             state, span = one.state[layer], one.cache_config.span_tokens

@@ -8,7 +8,7 @@ import numpy as np
 
 from eps_core.attention.protocol import Array, Selection
 from eps_core.backend import pages
-from eps_core.backend.cache import mark_valid, written
+from eps_core.backend.cache import largest_norm, mark_valid, written
 from eps_core.backend.ops import Ops
 from eps_core.backend.selection import selection_mask
 
@@ -64,8 +64,10 @@ def unit_arrays(cache: Any) -> dict[str, Array]:
 
 def export_units(ops: Ops, cache: Any, units: Sequence[int]) -> dict[str, np.ndarray]:
     """Return the data of units [M], as held: name -> [M, ..] on the host, bfloat16 as ml_dtypes' own; under `heads.`
-    what else kv heads have: the largest norms behind bounds, [Hkv], and the centroid of key codes, [Hkv, D], zeros
-    without one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
+    what else kv heads have: the largest norms of these units' K and V behind bounds, [Hkv], and the centroid of key
+    codes, [Hkv, D], zeros without one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache
+    takes."""
+    num_tokens = len(units) * cache.cache_config.unit_tokens
     with ops.place(cache):
         index = ops.index(cache, np.asarray(units, np.int64))
         found = {name: ops.host(array[index]) for name, array in unit_arrays(cache).items()}
@@ -73,8 +75,13 @@ def export_units(ops: Ops, cache: Any, units: Sequence[int]) -> dict[str, np.nda
             if cache.bound is not None:
                 found[f"heads.{layer}.bound.centre"] = ops.host(cache.bound.constants(layer)["centre"])
             if cache.cache_config.has_bounds:
-                for name, largest in (("key", cache.largest_key), ("value", cache.largest_value)):
-                    found[f"heads.{layer}.largest_{name}"] = ops.host(largest[layer])
+                for name, pool, largest in (
+                    ("key", cache.k, cache.largest_key), ("value", cache.v, cache.largest_value)
+                ):  # fmt: skip
+                    norm = largest[layer]
+                    if num_tokens:
+                        norm = largest_norm(ops, pages.in_order(ops, pool[layer], np.asarray(units), num_tokens))
+                    found[f"heads.{layer}.largest_{name}"] = ops.host(norm)
     return found
 
 

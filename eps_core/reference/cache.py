@@ -129,13 +129,19 @@ def _written(cache: Cache, layer: int, stored: np.ndarray, values: np.ndarray, s
     """Brings everything that is kept besides K and V up to date with rows [N, Hkv, D] as the pools hold them."""
     if cache.cache_config.has_bounds and len(slots):
         for largest, array in ((cache.largest_key, stored), (cache.largest_value, values)):
-            norm = np.nan_to_num(np.linalg.norm(array.astype(np.float64), axis=2), nan=np.inf, posinf=np.inf)
-            largest[layer] = np.maximum(largest[layer], norm.max(axis=0))
+            largest[layer] = np.maximum(largest[layer], _largest_norm(array, axis=0))
     for one in cache.parts():
         plan = one.state[layer].plan(slots)
         if one.summaries[layer]:
             _update_summaries(one, layer, stored.astype(np.float64), plan)
     return cache
+
+
+def _largest_norm(rows: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
+    """Return the largest norm of rows [.., D], over the axes of their tokens."""
+    norm = np.linalg.norm(rows.astype(np.float64), axis=-1)
+    largest: np.ndarray = np.nan_to_num(norm, nan=np.inf, posinf=np.inf).max(axis=axis, initial=0)
+    return largest
 
 
 def write_kv_tentative(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> Cache:
@@ -238,17 +244,19 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
 
 def export_units(cache: Cache, units: Sequence[int]) -> dict[str, np.ndarray]:
     """Return the contents of units [M] as held: name -> [M, ..] on the host, bfloat16 as ml_dtypes' own; under `heads.`
-    what else kv heads have: the largest norms behind bounds, [Hkv], and the centroid of key codes, [Hkv, D], zeros
-    without one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
-    found = {name: array[np.asarray(units, np.int64)] for name, array in unit_arrays(cache).items()}
+    what else kv heads have: the largest norms of these units' K and V behind bounds, [Hkv], and the centroid of key
+    codes, [Hkv, D], zeros without one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache
+    takes."""
+    index = np.asarray(units, np.int64)
+    found = {name: array[index] for name, array in unit_arrays(cache).items()}
     for layer in range(cache.spec.num_layers):
         if cache.bound is not None:
             centroid = cache.bound.centroid[layer]
             empty = np.zeros((cache.spec.num_kv_heads, cache.spec.head_dim), np.float16)
             found[f"heads.{layer}.bound.centre"] = empty if centroid is None else centroid
         if cache.cache_config.has_bounds:
-            for name, largest in (("key", cache.largest_key), ("value", cache.largest_value)):
-                found[f"heads.{layer}.largest_{name}"] = largest[layer]
+            for name, pool in (("key", cache.k[layer]), ("value", cache.v[layer])):
+                found[f"heads.{layer}.largest_{name}"] = _largest_norm(pages.rows_of(pool, index), axis=(0, 2))
     return found
 
 
