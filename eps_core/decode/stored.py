@@ -30,7 +30,7 @@ from eps_core.models.folder import weight_files
 from eps_core.models.spec import ModelSpec
 from eps_core.summaries.keys import CENTRE_TOKENS
 
-FORMAT_VERSION = 6  # raised when a summary says something else, too: 6 since norms are of the stored units alone
+FORMAT_VERSION = 5  # raised when a summary says something else, too: 5 since keys are rotated twice
 METADATA_KEY = "eps_prompt"
 _DIGESTS = "weights.json"  # of the cache folder: content hashes of weights that were hashed before
 
