@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import tokenizers
 from command import call, refused
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from test_cli import PROMPT
 from test_inputs import make_capture, recaptured
 
@@ -146,6 +146,16 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "model-with-corrupt-weights": (["run", "--model", "CORRUPT", "--prompt", "x"], "truncated or corrupt"),
     "model-of-another-kind": (["run", "--model", "GPT2", "--prompt", "x"], "gpt2"),
     "model-that-overflows": (["run", "--model", "NAN", "--prompt", "xyz" * 9, "--eps-method", "rq"], "NaN or Inf"),
+    "calibrate-of-nan-logits": (
+        ["calibrate", "-o", "p.json", "--model", "NORM", "--context", 200, "--steps", 2],
+        "NaN or Inf in the logits at position 201: the weights are damaged"),
+    "evaluate-of-nan-logits": (
+        ["evaluate", "--model", "NORM", "--tasks", "none", "--context", 100, "--samples", 1, "--backend", "numpy"],
+        "NaN or Inf in the logits at position 101: the weights are damaged"),
+    "calibrate-of-streaming-heads-alone": (
+        ["calibrate", "-o", "p.json", "--context", 144],
+        "context of 144 tokens lies within the 16 sink and 128 recent tokens of a streaming head, so every head would "
+        "be one: raise --context above 144, or lower --sink-tokens or --recent-tokens"),
     "longer-than-the-model": (["run", "--model", "MODEL", "--prompt-file", "LONG"], "context of 512 tokens"),
     "longer-than-the-pool": (
         ["run", "--model", "MODEL", "--prompt", PROMPT, "--pool-tokens", 100, "--eps-method", "jl"],
@@ -203,7 +213,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the names in capitals of MISTAKES stand for."""
     root = tmp_path_factory.mktemp("places")
     model = tiny_models.save_model("llama2-bf16-sharded", root / "MODEL")
-    paths = {name: shutil.copytree(model, root / name) for name in ("EMPTY", "CORRUPT", "GPT2", "NAN", "SMALL")}
+    paths = {name: shutil.copytree(model, root / name) for name in ("EMPTY", "CORRUPT", "GPT2", "NAN", "NORM", "SMALL")}
     for shard in paths["EMPTY"].glob("model*"):
         shard.unlink()
     shard = sorted(paths["CORRUPT"].glob("*.safetensors"))[0]
@@ -216,6 +226,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         data = shard.read_bytes()
         header = 8 + int.from_bytes(data[:8], "little")
         shard.write_bytes(data[:header] + b"\xc0\x7f" * ((len(data) - header) // 2))  # bfloat16 NaN
+    for shard in paths["NORM"].glob("*.safetensors"):
+        tensors = load_file(shard)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"][0] = np.nan
+            save_file(tensors, shard)
     heads = (((1.0,),) * 2,) * 4, ((0.5,) * 2,) * 4, ((0.5,) * 2,) * 4
     policy = HeadPolicy(
         1, "other", "00", 4, 2, 64, {}, (1.0,), *heads, (("retrieval",) * 2,) * 4, (), (("sparse",) * 2,) * 4

@@ -234,7 +234,7 @@ def test_nan_in_keys_is_named(target: tuple, saved: Callable, tmp_path: Path) ->
     save_file(weights, path / "model.safetensors")
     for dtype, fix in (
         ("float32", "weights are damaged"),
-        ("bfloat16", "bfloat16 cache overflows; try --dtype float32"),
+        ("bfloat16", "bfloat16 cache overflows; try float32"),
     ):
         sequences = Sequences(target, load(target, path, dtype), dtype=dtype)
         with pytest.raises(ConfigError, match=f"NaN or Inf in K of layer 1: .*{fix}"):

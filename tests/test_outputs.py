@@ -483,14 +483,26 @@ def test_evaluate_does_not_go_on_with_another_run(
 
 
 @pytest.mark.parametrize(
-    "damage", [{"index": None}, {"index": 99}, {"eps": None}, {"dense": {"text": "", "score": "high"}}], ids=str
+    ("kind", "damage"),
+    [
+        *(("sample", one) for one in ({"index": None}, {"index": 99}, {"eps": None}, {"dense": {"text": ""}})),
+        *(("sample", {"eps": {"score": score}}) for score in ("high", -0.1, 1e308)),
+        *(("sample", {"eps": {name: -1}}) for name in ("bytes_read", "bytes_dense")),
+        *(("document", {"eps": {"kl": kl}}) for kl in ([None] * 2, [], [0.1], "12", [0.1, 1e308])),
+        *(("document", {"eps": {"agree": agree}}) for agree in ([True], "ab", None)),
+        *(("document", {"eps": {"bytes_dense": size}}) for size in (0, -1, 1e300)),
+    ],
+    ids=str,
 )
 def test_a_damaged_line_of_evaluate_is_one_line(
-    model: Path, evaluated: tuple[Path, dict], tmp_path: Path, damage: dict
+    model: Path, evaluated: tuple[Path, dict], tmp_path: Path, kind: str, damage: dict
 ) -> None:
     out = tmp_path / "e.jsonl"
     lines = lines_of(evaluated[0])
-    lines[1] |= damage
+    line = next(one for one in lines if one["type"] == kind)
+    for name, value in damage.items():
+        # a variant loses what it had, or one value of it is changed
+        line[name] = {**line[name], **value} if name == "eps" and value else value
     out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ConfigError, match="is damaged"):
         evaluate(model, out)

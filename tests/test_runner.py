@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,13 @@ def test_a_prompt_of_one_token_has_an_empty_prefix(session: Session) -> None:
     assert session.prefix([]).keys_values == Prefix([], []).keys_values == []
     outcomes = run_document(session, Document([65], 3), {"rq": CONFIGS["rq"]})
     assert outcomes[DENSE].said == outcomes["rq"].said and len(outcomes["rq"].records) == 3
+
+
+def test_a_kl_that_is_no_number_is_refused() -> None:
+    logits = np.array([[0.0, -np.inf]], np.float32)
+    dense, sparse = (Outcome([SimpleNamespace(logits=logits, lengths=[7])]) for _ in range(2))  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="NaN or Inf in the logits at position 7"), np.errstate(invalid="ignore"):
+        sparse.against(dense)
 
 
 # ---- variants

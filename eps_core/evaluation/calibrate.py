@@ -19,6 +19,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.heads import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
+from eps_core.errors import require
 from eps_core.evaluation.capture import Recording, TextRequest, model_name, record, text_tokens
 from eps_core.evaluation.merits import truth_of
 from eps_core.evaluation.pays import timing
@@ -128,7 +129,7 @@ def kept_at(session: Session, config: EpsConfig, recording: Recording, tokens: l
 
 def kl_from(kept: Sequence[Kept]) -> int | None:
     """The least context from which on no measured KL is above MOST_KL; None: the largest one's is."""
-    wrong = [index for index, one in enumerate(kept) if one.kl_mean > MOST_KL]
+    wrong = [index for index, one in enumerate(kept) if not one.kl_mean <= MOST_KL]  # also where it is NaN
     first = wrong[-1] + 1 if wrong else 0
     return kept[first].context if first < len(kept) else None
 
@@ -145,7 +146,13 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
     spec = session.spec
     spec.require_full_attention("calibrate")
     text = text_tokens(session, request.text, request.context_tokens, request.num_steps)
-    context = len(text.tokens) - request.num_steps
+    context, window = len(text.tokens) - request.num_steps, request.sink_tokens + request.recent_tokens
+    require(
+        context > window,
+        f"a context of {context:,} tokens lies within the {request.sink_tokens:,} sink and {request.recent_tokens:,} "
+        f"recent tokens of a streaming head, so every head would be one: raise --context above {window:,}, or lower "
+        "--sink-tokens or --recent-tokens",
+    )
     dense = EpsConfig.of(block_size=config.cache_config.block_size)
     recording = record(session, text.tokens, context, range(spec.num_layers), dense)
     scale = spec.head_dim**-0.5
@@ -265,7 +272,7 @@ def pays_line(config: EpsConfig, context: int, kept: Sequence[Kept], saves: int 
         least = "any" if floor is None else f"less than {floor:,}"
         return (
             f"{method} reads everything of {least} tokens, so nothing is known of where it pays: give a --context of "
-            f"more than {context:,} tokens"
+            f"at least {max(context + 1, floor or 0):,} tokens"
         )
     good = kl_from(kept)
     if good is None:

@@ -12,6 +12,8 @@ from eps_core.tasks.questions import Question
 # a mean score below this is dense failure: no loss can be seen where there is nothing to lose
 MIN_DENSE_SCORE = 0.1
 
+MOST_BYTES, MOST_NATS = 2**63, 1e6  # of one answer or text, whatever the model: more is a damaged file
+
 Interval = tuple[float, float] | None
 
 
@@ -27,23 +29,29 @@ class Answer:
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for what a damaged file may hold."""
         self.score, self.bytes_read, self.bytes_dense = float(self.score), int(self.bytes_read), int(self.bytes_dense)
+        if not (0 <= self.score <= 1 and 0 <= self.bytes_read < MOST_BYTES and 0 <= self.bytes_dense < MOST_BYTES):
+            raise ValueError("a score outside 0 to 1, or bytes that nobody reads")
 
 
 @dataclass
 class Followed:
-    """One variant along one text: KL to dense in nats and whether the likeliest token was dense's, step by step (None
-    where a step's was no number)."""
+    """One variant along one text: KL to dense in nats and whether the likeliest token was dense's, step by step."""
 
-    kl: list[float | None]
+    kl: list[float]
     agree: list[bool]
     bytes_read: int
     bytes_dense: int
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for what a damaged file may hold."""
-        self.kl = [None if one is None or not np.isfinite(one) else float(one) for one in self.kl]
-        self.agree = list(map(bool, self.agree))
+        if not (isinstance(self.kl, list) and isinstance(self.agree, list) and 0 < len(self.kl) == len(self.agree)):
+            raise ValueError("kl and agree are no lists of a value a step each")
+        self.kl, self.agree = list(map(float, self.kl)), list(map(bool, self.agree))
         self.bytes_read, self.bytes_dense = int(self.bytes_read), int(self.bytes_dense)
+        if not all(abs(one) <= MOST_NATS for one in self.kl):
+            raise ValueError("a KL that is no number")
+        if not (0 <= self.bytes_read < MOST_BYTES and 0 < self.bytes_dense < MOST_BYTES):
+            raise ValueError("bytes that nobody reads")
 
 
 @dataclass(frozen=True)

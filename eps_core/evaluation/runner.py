@@ -19,6 +19,7 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import UNVERIFIED, Session
 from eps_core.decode.verified import verified
+from eps_core.errors import overflow
 from eps_core.metrics.rounds import RoundRecord, summarise_rounds
 from eps_core.metrics.steps import StepRecord, kl_divergence, summarise
 from eps_core.models.config import ModelSpec
@@ -75,9 +76,13 @@ class Outcome:
         return np.array([record.logits for record in self.records])
 
     def against(self, dense: "Outcome") -> None:
-        """Compares step by step with a dense decode that was fed the same; its own logits are dropped."""
+        """Compares step by step with a dense decode that was fed the same; its own logits are dropped. Raises
+        ConfigError where a KL is no number, as that of logits of -Inf."""
         want, got = dense.logits, self.logits
         self.kl, self.agree = kl_divergence(want, got), want.argmax(-1) == got.argmax(-1)
+        for kl, record in zip(self.kl, self.records, strict=True):
+            if not np.isfinite(kl).all():
+                raise overflow(f"the logits at position {max(record.lengths)}")
         for record in self.records:
             record.logits = None
 
