@@ -155,7 +155,7 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "calibrate-of-streaming-heads-alone": (
         ["calibrate", "-o", "p.json", "--context", 144],
         "context of 144 tokens lies within the 16 sink and 128 recent tokens of a streaming head, so every head would "
-        "be one: raise --context above 144, or lower --sink-tokens or --recent-tokens"),
+        "be one: raise --context above 144, with a --text as long, or lower --sink-tokens or --recent-tokens"),
     "longer-than-the-model": (["run", "--model", "MODEL", "--prompt-file", "LONG"], "context of 512 tokens"),
     "longer-than-the-pool": (
         ["run", "--model", "MODEL", "--prompt", PROMPT, "--pool-tokens", 100, "--eps-method", "jl"],

@@ -126,7 +126,7 @@ def test_a_context_that_is_not_given_is_what_model_and_text_hold(
     (tmp_path / "long.txt").write_text("x" * size)
     flags = ["--model", str(model), "--backend", "numpy", "--text", "long.txt", "--steps", "3"]
     assert last(outcome(["capture", *flags, "-o", "c.safetensors"], tmp_path))["context_tokens"] == want
-    last(outcome(["calibrate", *flags, "-o", "p.json"], tmp_path))
+    last(outcome(["calibrate", *flags, "--recent-tokens", "64", "-o", "p.json"], tmp_path))
     assert json.loads((tmp_path / "p.json").read_text())["settings"]["context_tokens"] == want
 
 

@@ -81,7 +81,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     places = {path.name: str(path) for path in folder.iterdir()} | {"ABSENT": str(folder / "absent")}
     for name, args in (
         ("CAPTURE", ("capture", "--context", "64", "--steps", "2", "-o")),
-        ("POLICY", ("calibrate", "--context", "64", "--steps", "2", "-o")),
+        ("POLICY", ("calibrate", "--context", "64", "--recent-tokens", "32", "--steps", "2", "-o")),
         ("STEPS", ("run", "--prompt", texts["TEXT"][:200], "--max-new-tokens", "2", "--method", "rq", "--metrics")),
     ):
         places[name] = str(folder / name)

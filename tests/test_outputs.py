@@ -17,7 +17,7 @@ import click
 import pytest
 import tiny_models
 from click.testing import CliRunner
-from command import call, lines_of, process_line, refused
+from command import call, last, lines_of, outcome, process_line, refused
 
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.main import cli
@@ -382,6 +382,50 @@ def test_a_shells_list_does_not_make_its_first_file_the_output(
     Path(args[2]).write_bytes(content)
     assert f"{args[1]} {args[2]} is there and is no" in refusal(args)
     assert Path(args[2]).read_bytes() == content and names(tmp_path) == [args[2]]
+
+
+SHORT = ["--context", "60", "--steps", "2", "--backend", "numpy"]
+WRITE: dict[str, list[str]] = {
+    "run": ["run", "--prompt", "x", "--max-new-tokens", "2", "--backend", "numpy", "--metrics"],
+    "capture": ["capture", *SHORT, "-o"],
+    "calibrate": ["calibrate", *SHORT, "--sink-tokens", "2", "--recent-tokens", "8", "-o"],
+    "replay": ["replay", "c", "--backend", "numpy", "--method", "box", "--budgets", "0.5", "-o"],
+    "bench": ["bench", "-o"],
+}
+
+
+@pytest.mark.parametrize("command", WRITE)
+def test_a_command_writes_over_its_own_files_alone(command: str, model: Path, place: Path) -> None:
+    line, out = WRITE[command], place / "out"
+    line = [*line[:-1], "--model", str(model), line[-1]] if command in ("run", "capture", "calibrate") else line
+    for content in ('{"type": "run", "kind": "evaluate", "config": {}}\n', "notes", '{"a": 1}'):
+        out.write_text(content)
+        assert f"{line[-1]} out is there and is no" in refusal([*line, "out"])
+        assert out.read_text() == content
+    out.write_text("")
+    if command == "bench":  # takes long: one of its files is there, and it goes as far as its request
+        out.write_bytes((ROOT / "results" / "speed-scaling.jsonl").read_bytes())
+        assert "block-size 300" in refusal(["bench", "--block-size", 300, "-o", "out"])
+        return
+    if command == "replay":
+        last(outcome([*WRITE["capture"], "c"], place))
+    for _ in range(2):
+        last(outcome([*line, "out"], place))
+        assert out.stat().st_size > 100
+
+
+@pytest.mark.parametrize(("command", "kind"), [("report", "results"), ("replay", "capture")])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_file_that_is_given_twice_is_refused(command: str, kind: str, spelling: str, place: Path) -> None:
+    message = refusal([command, "in", "other", SPELLINGS[spelling], "-o", "new"])
+    assert message.startswith(f"{kind} {SPELLINGS[spelling]} is given twice, also as in,")
+
+
+def test_metrics_on_stdout_are_lines_of_their_own(model: Path, tmp_path: Path) -> None:
+    done = call("run", "--model", model, "--prompt", "xyz", "--backend", "numpy", "--metrics", "/dev/stdout")
+    assert done.returncode == 0 and "dense 1 > " in done.stdout
+    found = [line for line in done.stdout.splitlines() if '{"type"' in line]
+    assert [json.loads(line)["type"] for line in found] == ["run", *["step"] * 32, "summary"]
 
 
 # --- what goes on after a stop ----------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         if flags["plot"].is_dir():
             plots = {f"--plot {name}": flags["plot"] / name for name in PLOTS}
     outputs.check({"-o": request.output, **plots}, {})
+    outputs.check_start("-o", request.output, b'{"type": "run", "command": "bench"', "JSONL of bench")
     lines = []
     with ExitStack() as stack:
         output = None if request.output is None else stack.enter_context(outputs.Output(request.output))

@@ -84,6 +84,7 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
     from eps_core.evaluation.capture import CaptureRequest, capture
 
     _check_paths(flags)
+    outputs.check_start("-o", flags["output"], b'{"__metadata__": {"eps_', "capture", skipped=8)  # the header's length
     # a capture is dense unless a method is named, with the demo model too
     given = given_flags(ctx, flags)
     stray = sorted(name for name in given if name.startswith("eps_"))
@@ -165,8 +166,8 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     """
     path = flags["output"]
     outputs.check({"-o": path}, {"capture": flags["captures"], "--eps-head-policy": flags["eps_head_policy"]})
-    if path is not None:
-        outputs.check_start("-o", path, b"{", "JSONL")
+    outputs.check_distinct("capture", flags["captures"])
+    outputs.check_start("-o", path, b'{"type": "run", "capture": ', "JSONL of replay")
     with nullcontext() if path is None else outputs.Output(path, "-o") as output:
         _replay(ctx, flags, output)
 
@@ -345,6 +346,7 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     from eps_core.evaluation.calibrate import CalibrateRequest, calibrate
 
     _check_paths(flags)
+    outputs.check_start("-o", flags["output"], b'{\n "format_version"', "head policy")
     request = CalibrateRequest(
         config=EpsConfig.of(method=flags["eps_method"], **summary_settings(flags)),
         **{name: flags[name] for name in ("sink_tokens", "recent_tokens", "streaming_share", "dense_fraction")},

@@ -100,6 +100,7 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
     read = ("model", "text", "longbench", "longbench_prompts", "ruler", "eps_head_policy")
     inputs = {f"--{name.replace('_', '-')}": flags[name] for name in read}
     outputs.check({"-o": flags["out"]}, inputs | {"--model": flags["model"] or DEMO_MODEL})
+    outputs.check_distinct("benchmark file", (*flags["longbench"], *flags["ruler"]))
     given = given_flags(ctx, flags)
     config = config_of(flags, given, default=DEMO_METHOD)
     verify = speculative_of(flags, given, config)

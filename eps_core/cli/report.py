@@ -35,6 +35,7 @@ def report_command(results: tuple[Path, ...], out: Path) -> None:
     The last line of stdout is one JSON object.
     """
     outputs.check({"-o": out}, {"results": results})
+    outputs.check_distinct("results", results)
     outputs.check_start("-o", out, b"<", "HTML page")
     from eps_core.report.load import load_results
     from eps_core.report.page import page

@@ -150,8 +150,8 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
     require(
         context > window,
         f"a context of {context:,} tokens lies within the {request.sink_tokens:,} sink and {request.recent_tokens:,} "
-        f"recent tokens of a streaming head, so every head would be one: raise --context above {window:,}, or lower "
-        "--sink-tokens or --recent-tokens",
+        f"recent tokens of a streaming head, so every head would be one: raise --context above {window:,}, with a "
+        "--text as long, or lower --sink-tokens or --recent-tokens",
     )
     dense = EpsConfig.of(block_size=config.cache_config.block_size)
     recording = record(session, text.tokens, context, range(spec.num_layers), dense)

@@ -228,13 +228,15 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
             )
         display.header(job, out)
         measured = "eps" if changes else "dense"  # the side that metrics and csv speak of
+        # texts of several prompts, or a text and metrics on the same stream, would come mixed: shown at the end
+        streams = len(job.documents) == 1 and not (lines is not None and lines.is_stdout)
         reads = None if request.plot is None else Reads(session, job.prompt_lengths[0])
 
         def streamed(outcome_name: str) -> Outcome:
             name = job.labels[outcome_name].lower()
             text = terminal.Answer(session.tokenizer, out, f"{name:5} > ")
             progress = terminal.Progress(f"{name}: decode", "tokens")
-            alone, counts = len(job.documents) == 1, outcome_name == "eps"
+            counts = outcome_name == "eps"
             decoder = None if reads is None else reads.decoder(counts)
             num_said = 0
 
@@ -245,14 +247,14 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
                 if reads is not None and counts and isinstance(record, StepRecord):
                     reads.add(record)
                 num_said += len(record.tokens)
-                if alone:
+                if streams:
                     text.add(record.tokens, record.bytes_read)
-                else:  # their texts would come mixed: shown at the end
+                else:
                     progress(num_said, request.max_new_tokens * len(job.documents))
 
-            with text if alone else progress:
+            with text if streams else progress:
                 side = _decode(job, outcome_name, filled, on_record, decoder=decoder)
-            if not alone:
+            if not streams:
                 out.writelines(f"{name:5} {i} > {said}\n" for i, said in enumerate(side.texts, start=1))
                 out.flush()
             return side

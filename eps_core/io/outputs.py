@@ -16,7 +16,7 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, require
 from eps_core.io.inputs import STDIN
 
 # what a model's folder is read for: an output of such a name in it would change or become the model
@@ -133,16 +133,26 @@ def check(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | Sequen
         taken[_identity(file)] = f"{flag} {path}"
 
 
-def check_start(flag: str, path: Path, start: bytes, kind: str) -> None:
-    """Raises ConfigError where `path` is a file that holds something else than what begins with `start`: a list of
-    inputs that a shell wrote behind `flag` makes the first of them the output."""
-    file = regular_file(path)
+def check_start(flag: str, path: Path | None, start: bytes, kind: str, skipped: int = 0) -> None:
+    """Raises ConfigError where `path` is a file that holds something else than what begins, `skipped` bytes on, with
+    `start`, as the command's own files do: a result of another command, or the first of a list of inputs that a shell
+    wrote behind `flag`, would be lost."""
+    file = None if path is None else regular_file(path)
     if file is None or not file.is_file():
         return
     with open(file, "rb") as opened:
-        found = opened.read(64).lstrip()
-    if found and not found.startswith(start):
+        found = opened.read(64)
+    if found.strip() and not found[skipped:].lstrip().startswith(start):
         raise ConfigError(f"{flag} {path} is there and is no {kind}: give another path, or remove it")
+
+
+def check_distinct(what: str, paths: Sequence[Path]) -> None:
+    """Raises ConfigError where a file is given twice, however it is spelled or linked: it would count twice."""
+    found: dict[Any, Path] = {}
+    for path in paths:
+        with suppress(OSError):  # what cannot be looked at is named by who reads it
+            other = found.setdefault(_identity(path), path)
+            require(other is path, f"{what} {path} is given twice, also as {other}, and would count twice: drop one")
 
 
 def _identity(path: Path) -> Any:
@@ -205,6 +215,10 @@ class Output:
             partial = self.file.with_name(f".{name[:40]}.{digest}.partial")
             self._handle = _lock(partial, path, what)
             self._partial = partial
+
+    @property
+    def is_stdout(self) -> bool:
+        return self.file is None and _standard(os.stat(self.path)) == 1
 
     def open(self) -> _File:
         """To write what shows at once; what is there stays."""
