@@ -152,6 +152,15 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "evaluate-of-nan-logits": (
         ["evaluate", "--model", "NORM", "--tasks", "none", "--context", 100, "--samples", 1, "--backend", "numpy"],
         "NaN or Inf in the logits at position 101: the weights are damaged"),
+    "evaluate-in-no-room": (
+        ["evaluate", "--context", 20, "--backend", "numpy"],
+        "at 20 tokens: a prompt of 19 bytes has no room for its question and needles, 100 bytes: raise"),
+    "evaluate-on-a-short-text": (
+        ["evaluate", "--text", "FILE", "--tasks", "none", "--context", 100, "--backend", "numpy"],
+        "164 bytes of text and 400 to choose from are wanted and the text has 1: give a longer --text or lower"),
+    "evaluate-a-context-of-no-task": (
+        ["evaluate", "--tasks", "none", "--text-steps", 0, "--longbench", "FILE", "--context", 99],
+        "--context means nothing to benchmark files"),
     "calibrate-of-streaming-heads-alone": (
         ["calibrate", "-o", "p.json", "--context", 144],
         "context of 144 tokens lies within the 16 sink and 128 recent tokens of a streaming head, so every head would "

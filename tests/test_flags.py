@@ -119,6 +119,35 @@ def test_evaluate_takes_the_default_method_and_what_the_model_holds(model: Path,
     assert found["method"] == "rq" and found["text"][0]["context_tokens"] == 512 - 4
 
 
+NUMBERS = "".join(map(str, range(400)))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_samples", "num_texts", "words"),
+    [
+        (
+            "x" * 999,
+            5,
+            1,
+            "note    text at 60 tokens: 1 of 5 windows differ, and only these count: give a longer",
+        ),
+        (NUMBERS, 18, 18, "note    text at 60 tokens: 18 windows, about 1,152 bytes, overlap in a text of 1,090: give"),
+        (NUMBERS, 2, 2, None),
+    ],
+    ids=["repeated", "overlapping", "apart"],
+)
+def test_windows_of_a_text_count_once(
+    text: str, num_samples: int, num_texts: int, words: str | None, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "t").write_text(text)
+    line = f"evaluate --backend numpy --tasks none --context 60 --text-steps 4 --text t --samples {num_samples}"
+    done = outcome([*line.split(), "--no-oracle", "--model", str(model), "-o", "e.jsonl"], tmp_path)
+    assert last(done)["text"][0]["num_documents"] == num_texts
+    assert words in done.out if words else "note" not in done.out
+    again = outcome([*line.split(), "--no-oracle", "--model", str(model), "-o", "e.jsonl"], tmp_path)
+    assert last(again)["resumed"] == num_texts
+
+
 @pytest.mark.parametrize(("size", "want"), [(9000, 512 - 3), (100, 97)], ids=["model", "text"])
 def test_a_context_that_is_not_given_is_what_model_and_text_hold(
     model: Path, tmp_path: Path, size: int, want: int

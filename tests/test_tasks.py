@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused_in_one_line(task):
 def test_unknown_tasks_and_short_texts_are_named():
     with pytest.raises(ConfigError, match="task 'niah_tripple' is unknown: choose among niah_single, niah_multikey"):
         make_sample("niah_tripple", TEXT, 4000, 0)
-    with pytest.raises(ConfigError, match="pass a longer text"):
+    with pytest.raises(ConfigError, match=r"and the text has [\d,]+: give a longer --text or lower --context"):
         make_sample("vt", TEXT[:1000], 4000, 0)
     with pytest.raises(ConfigError, match="different words of this text"):
         make_sample("cwe", GOLDEN_TEXT, 4000, 0)
@@ -248,7 +248,7 @@ def test_benchmark_files_are_scored_by_their_own_metrics(tmp_path: Path):
         (["--tasks", "none", "--text-steps", 0], "nothing to evaluate"),
         (["--eps-method", "off"], "name another --method"),
         (["--context", 20000], "context 20000"),
-        (["--context", 60], "ask for"),
+        (["--context", 60], "raise --context"),
         (["--longbench", "absent.jsonl"], "absent.jsonl"),
         (["--longbench-prompts", "x.json"], "--longbench"),
         (["--text", "absent.txt"], "absent.txt"),

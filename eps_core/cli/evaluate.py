@@ -114,6 +114,8 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
         raise click.UsageError("nothing to evaluate: give --tasks, --longbench, --ruler or --text-steps")
     if flags["longbench_prompts"] is not None and not flags["longbench"]:
         raise click.UsageError("--longbench-prompts means nothing without a --longbench file: add one or drop it")
+    if "context" in given and not (tasks or flags["text_steps"]):
+        raise click.UsageError("--context means nothing to benchmark files, which have their own lengths: drop it")
     # late: `eps-proto info` and --help must work where a model cannot be loaded
     from eps_core.evaluation.measure import MeasureRequest, measure
 

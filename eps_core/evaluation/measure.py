@@ -33,6 +33,7 @@ from eps_core.tasks import benchmarks
 from eps_core.tasks.corpus import corpus_or_text
 from eps_core.tasks.questions import Question, benchmark_question, generated_questions, text_window
 from eps_core.tasks.ruler import check_tasks
+from eps_core.tasks.sizing import Encode, bytes_per_token
 
 # what selects and what is always selected; how a group is summarised means nothing to an oracle, nor does strictness,
 # which needs bounds
@@ -155,7 +156,9 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
     if request.text_steps:
         for context in request.contexts:
             rngs = [np.random.default_rng([request.seed, 1, index]) for index in range(request.samples)]
-            windows[context] = [text_window(text, session.encode, context + request.text_steps, rng) for rng in rngs]
+            drawn = [text_window(text, session.encode, context + request.text_steps, rng) for rng in rngs]
+            windows[context] = list(map(list, dict.fromkeys(map(tuple, drawn))))  # a repeated one says nothing more
+            out.write(_overlap(context, request, len(windows[context]), text, session.encode))
     files = (*request.longbench, *request.ruler, request.longbench_prompts, request.text)
     run = run_line(
         request.config,
@@ -234,6 +237,18 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
         "text": [asdict(result) for result in texts],
         "out": None if request.out is None else str(request.out),
     }
+
+
+def _overlap(context: int, request: MeasureRequest, num_windows: int, text: bytes, encode: Encode) -> str:
+    """A line where windows of the text are no independent documents: drawn twice, or more than it has room for."""
+    size = int(num_windows * (context + request.text_steps) * bytes_per_token(text, encode))
+    if num_windows < request.samples:
+        fault = f"{num_windows} of {request.samples} windows differ, and only these count"
+    elif size > len(text):
+        fault = f"{num_windows} windows, about {size:,} bytes, overlap in a text of {len(text):,}"
+    else:
+        return ""
+    return f"note    text at {context:,} tokens: {fault}: give a longer --text or fewer --samples\n"
 
 
 def _questions_sha256(groups: list[list[Question]]) -> str:

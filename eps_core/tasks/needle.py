@@ -91,7 +91,10 @@ def filler(text: bytes, num_bytes: int, rng: np.random.Generator, reach: int = 0
         return b""
     reach = max(num_bytes, reach)
     if len(text) < reach + 400:
-        raise ConfigError(f"filler of {reach} bytes asked from a text of {len(text)}: pass a longer text")
+        raise ConfigError(
+            f"{reach:,} bytes of text and 400 to choose from are wanted and the text has {len(text):,}: give a longer "
+            "--text or lower --context"
+        )
     start = int(rng.integers(0, len(text) - reach - 300))
     line = text.find(b"\n", start, start + 300)
     start = start if line < 0 else line + 1
@@ -114,7 +117,8 @@ def needle_document(
     room = num_bytes - len(tail) - sum(map(len, lines))
     if room < 0:
         raise ConfigError(
-            f"a needle document of {num_bytes} bytes has no room for its {len(keys)} needles: ask for more"
+            f"a prompt of {num_bytes:,} bytes has no room for its question and needles, {num_bytes - room:,} "
+            "bytes: raise --context"
         )
     # a user's text may be cut inside a character; the standard library's is ASCII and loses nothing
     body = filler(text, room, rng, reach).decode("utf-8", errors="ignore")

@@ -45,7 +45,7 @@ def fit_question(
         question, lambda one: (len(one.tokens), context_tokens - one.max_new_tokens), size, context_tokens // 50
     )
     if found is None:
-        raise ConfigError(f"a context of {context_tokens} tokens cannot be met: ask for a longer one")
+        raise ConfigError(f"a context of {context_tokens} tokens cannot be met: raise --context")
     return found
 
 
@@ -57,7 +57,10 @@ def generated_questions(
     questions = []
     for index in range(num_samples):
         make = partial(make_sample, task, text, seed=seed + index, depth=DEPTHS[index % len(DEPTHS)])
-        questions.append(fit_question(make, encode, context_tokens, size, ask))
+        try:
+            questions.append(fit_question(make, encode, context_tokens, size, ask))
+        except ConfigError as error:
+            raise ConfigError(f"task {task} at {context_tokens:,} tokens: {error}") from error
     return questions
 
 

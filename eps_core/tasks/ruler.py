@@ -79,7 +79,7 @@ def _listing(words: Sequence[str]) -> str:
 
 
 def _no_room(task: str, num_bytes: int) -> NoReturn:
-    raise ConfigError(f"task {task} does not fit a prompt of {num_bytes} bytes: ask for a longer context")
+    raise ConfigError(f"task {task} does not fit a prompt of {num_bytes:,} bytes: raise --context")
 
 
 def _hide(
@@ -227,8 +227,8 @@ def _common_words(text: bytes, num_bytes: int, seed: int, depth: float) -> Sampl
         entries += [word] * repeats
     else:
         raise ConfigError(
-            f"task cwe at {num_bytes} bytes needs more than the {len(words)} different words of this text: pass a "
-            "longer text"
+            f"task cwe at {num_bytes} bytes needs more than the {len(words)} different words of this text: give a "
+            "longer --text"
         )
     if len(entries) < CWE_COMMON * (common_repeats + other_repeats):
         _no_room("cwe", num_bytes)
