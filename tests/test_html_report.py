@@ -45,6 +45,35 @@ def test_an_arm_is_named_by_what_sets_it_apart() -> None:
     assert variant_name(cell(**usual, mean_tokens=64, cascade=None)) == "rq 1 bit S=2 about 64, whole"
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policy": "topk"}, "topk budget 0.1"),
+        ({"policy": "topk", "budget_floor": 1024, "strict": True}, "topk budget 0.1 budget-floor 1024 epsilon 0.05"),
+        ({"policy": "threshold"}, "threshold budget 0.1 alpha 1.1"),
+    ],
+)
+def test_a_policy_is_named_by_what_means_something_to_it(settings: dict[str, Any], said: str) -> None:
+    config = {"budget": 0.1, "budget_floor": 0, "alpha": 1.1, "epsilon": 0.05, "strict": False, **settings}
+    assert cells.policy(config) == said == cells.policy({"policy": config["policy"], "setting": config})
+
+
+def test_a_batch_is_drawn_at_its_longest_prompt(tmp_path: Path) -> None:
+    run = whole_results()["run.jsonl"]
+    run[1]["lengths"], run[2]["lengths"], run[3]["prompt_tokens"] = [300, 777, 500], [301, 778, 501], 1577
+    html = checked_section(page(load_results(write(tmp_path, {"run.jsonl": run}))), "visited")
+    assert "<td>777</td>" in html and "1,577" not in html
+
+
+def test_a_kl_of_0_was_measured(tmp_path: Path) -> None:
+    for kl, said in (
+        (0.0, "KL to dense, nats is 0 everywhere, which a log"),
+        (None, "KL to dense, nats was not measured"),
+    ):
+        (path,) = write(tmp_path, {"grid.jsonl": [cell(kl_mean=kl)]})
+        assert f"No data: {said}" in checked_section(page(load_results([path])), "quality")
+
+
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +295,8 @@ def test_report_command_writes_the_page_whole(tmp_path: Path) -> None:
     assert result["lines"]["replay.jsonl"] == {"replay": 3}
     assert (tmp_path / "r.html").read_text() == page(load_results(paths))
     assert not list(tmp_path.glob(".*"))
+    for name in ("race.jsonl", "soak.jsonl", "speed-scaling.jsonl"):
+        refused(["report", ROOT / "results" / name, "-o", "new.html"], tmp_path, f"{name}: nothing to draw: give JSONL")
     refused(["report", "absent.jsonl", "-o", "r.html"], tmp_path, "absent.jsonl cannot be read")
     refused(["report", paths[0], "-o", "absent/r.html"], tmp_path, "there is no directory")
 

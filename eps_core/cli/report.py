@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from eps_core.cli.help import FILE, OUTPUT, OUTPUT_FILE, command, option
-from eps_core.errors import ConfigError
+from eps_core.errors import require
 from eps_core.io import outputs
 
 
@@ -30,7 +30,7 @@ from eps_core.io import outputs
     help="Output HTML file.",
 )
 def report_command(results: tuple[Path, ...], out: Path) -> None:
-    """Draw results (JSONL of evaluate, run --metrics or scripts/) as one HTML page that needs no network.
+    """Draw results (JSONL of evaluate, run --metrics or an experiment's grid) as one HTML page that needs no network.
 
     The last line of stdout is one JSON object.
     """
@@ -42,10 +42,11 @@ def report_command(results: tuple[Path, ...], out: Path) -> None:
 
     with outputs.Output(out, "report") as output:
         loaded = load_results(results)
-        if not any(loaded.counts.values()):
-            raise ConfigError(
-                f"{', '.join(map(str, results))}: no results to draw; give JSONL of evaluate, run or evaluate.py"
-            )
+        require(
+            loaded.drawn,
+            f"{', '.join(map(str, results))}: nothing to draw: give JSONL of eps-proto evaluate -o that has ended a "
+            "task or text, of eps-proto run --metrics, or of an experiment's grid",
+        )
         html = page(loaded)
         with output.replacing() as file:
             file.write(html)

@@ -151,10 +151,17 @@ def curve_name(cell: Line) -> str:
 
 
 def policy(cell: Line) -> str:
-    """The policy with what it was given."""
-    names = ("budget", "byte_budget", "alpha", "epsilon", "tau", "last_n")
+    """The policy with what it was given, of what means something to it."""
+    names = ("budget", "budget_floor", "byte_budget", "alpha", "epsilon", "tau", "last_n")
+    means = {
+        "alpha": cell.get("policy") == "threshold",
+        "epsilon": asked(cell, "strict"),
+        "budget_floor": asked(cell, "budget_floor"),
+    }
     given = [
-        f"{name.replace('_', '-')} {asked(cell, name):g}" for name in names if number(asked(cell, name)) is not None
+        f"{name.replace('_', '-')} {asked(cell, name):g}"
+        for name in names
+        if number(asked(cell, name)) is not None and means.get(name, True)
     ]
     return " ".join([str(cell.get("policy") or "topk"), *given])
 

@@ -69,7 +69,10 @@ def curves(
 ) -> Figure:
     drawn = [curve for curve in curves if any(not log_y or point[1] > 0 for point in curve.points)]
     if not drawn:
-        return Figure("", caption, f"{y} was not measured")
+        zero = any(curve.points for curve in curves)
+        return Figure(
+            "", caption, f"{y} is 0 everywhere, which a log scale cannot show" if zero else f"{y} was not measured"
+        )
 
     def plot(figure: Any, axes: Any) -> None:
         variants: Counter[str] = Counter()  # of one method: one colour, another dash

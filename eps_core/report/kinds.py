@@ -20,7 +20,10 @@ _FIELDS: dict[str, Any] = {
         ),
         Count,
     ),
-    **dict.fromkeys(("alpha", "budget", "byte_budget", "epsilon", "tau", "rescore", "num_recent_tokens"), Setting),
+    "lengths": tuple[Count, ...],
+    **dict.fromkeys(
+        ("alpha", "budget", "budget_floor", "byte_budget", "epsilon", "tau", "rescore", "num_recent_tokens"), Setting
+    ),
     **dict.fromkeys(
         (
             "bytes_ratio", "selected_ratio", "always_selected_ratio", "acceptance",

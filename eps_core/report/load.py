@@ -29,6 +29,10 @@ class Results:
     texts: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def drawn(self) -> bool:
+        return any((self.cells, self.failed, self.runs, self.tasks, self.texts))
+
 
 def load_results(paths: Iterable[Path]) -> Results:
     """Every line of every file, by type. A damaged line and an unknown type are noted, an absent file is refused."""

@@ -140,7 +140,9 @@ def _visited(cells: list[Line], runs: list[Line]) -> Part:
     ]
     for run in runs:
         summary = run["summary"]
-        found.append((of.run_setting(run, "method"), summary.get("prompt_tokens"), summary.get("selected_ratio"), None))
+        # of a batch `prompt_tokens` is all prompts together
+        context = max((run["steps"] or [{}])[0].get("lengths") or (), default=summary.get("prompt_tokens"))
+        found.append((of.run_setting(run, "method"), context, summary.get("selected_ratio"), None))
     points = [
         (method, of.whole(context), ratio, number(always_selected))
         for method, context, given, always_selected in found
