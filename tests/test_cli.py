@@ -188,6 +188,7 @@ def test_a_demo_whose_last_figure_fails_is_whole(
     done = CliRunner().invoke(cli, ["run", *flags])
     assert done.exit_code == 0 and "tokens equal to dense" in done.stdout
     assert "layer" not in json.loads(done.stdout.splitlines()[-1])
+    assert "needle answered" not in done.stdout  # of whose 5 digits one was asked for
     assert re.search(r"no figure of an 8B model's layer \([^\n]+\)\n", done.stderr)
     assert lines_of(tmp_path / "m")[-1]["type"] == "summary"
 

@@ -137,7 +137,7 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "two-prompts": (["run", "--prompt", "x", "--prompt-file", "FILE"], "--prompt-file"),
     "no-prompt": (["run", "--model", "MODEL"], "--prompt"),
     "empty-prompt": (["run", "--prompt", ""], "prompt is empty"),
-    "empty-prompt-file": (["run", "--prompt-file", "/dev/null"], "prompt is empty"),
+    "empty-prompt-file": (["run", "--prompt-file", "/dev/null"], "prompt file /dev/null is empty"),
     "absent-prompt-file": (["run", "--prompt-file", "absent.txt"], "absent.txt"),
     "prompt-file-is-a-directory": (["run", "--prompt-file", "."], "prompt file ."),
     "prompt-file-is-binary": (["run", "--prompt-file", "BINARY"], "UTF-8 at byte 1"),

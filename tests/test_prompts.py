@@ -110,7 +110,7 @@ def test_files_and_lines_are_prompts_in_their_order(model: Path, tmp_path: Path)
         ('{"text": "x"}', 'p.jsonl, line 1: no "prompt" that is text'),
         ('\n{"prompt": 5}', 'p.jsonl, line 2: no "prompt" that is text'),
         ("5", 'p.jsonl, line 1: no "prompt" that is text'),
-        ('"x"\n""', "prompt 2 is empty"),
+        ('"x"\n\n""', "p.jsonl, line 3: the prompt is empty"),
         (
             '"x"\n"' + "x" * 600 + '"',
             r"prompt 2 of more than 512 tokens and 32 new ones exceed the model's context of 512 tokens",

@@ -120,7 +120,7 @@ def test_codes_that_move_the_text_are_warned_of_with_a_measured_error(
 
 
 def summary(tokens_per_s: float | None, **more: Any) -> dict[str, Any]:
-    return {"tokens_per_s": tokens_per_s, **more}
+    return {"tokens_per_s": tokens_per_s, "steps": 10, "warm_up_steps": 2, **more}
 
 
 def note(eps: dict[str, Any], pays: Any = None, label: str = "EPS", context: int = 800) -> str | None:
@@ -145,10 +145,11 @@ def test_one_line_says_that_eps_does_not_pay_here_and_from_where_it_does() -> No
     assert note(summary(8.0)) == (
         f"{here}: array operations are for checks, and their times say nothing: use --backend auto --kernels auto"
     )
+    assert note(summary(8.0, steps=9)) is None  # too few to tell
     assert note(summary(8.0, pages_skipped=0)) is None  # all that it did was dense
     assert note(summary(8.0, pages_skipped=0), label="snapkv") is not None
     assert note(summary(8.0), label="snapkv").startswith("snapkv is slower than dense here")  # type: ignore[union-attr]
-    assert note(summary(8.0, rounds=3, tokens_per_round=2.0), lambda: 4096) == (
+    assert note(summary(8.0, rounds=10, steps=0, tokens_per_round=2.0), lambda: 4096) == (
         f"{here}: a round gives 2.0 tokens and must give more than 2.5: use --eps-draft auto, which drafts "
         "where it pays"
     )
@@ -162,13 +163,15 @@ def test_a_run_that_is_slower_says_so(
     monkeypatch.setattr(pays, "NOISE", -1e9)  # whatever this machine's times are
     monkeypatch.setattr(pays, "cost_of", lambda *args: (Cost((256, 512), (1.0, 3.0), (2.0, 2.0)), True))
     monkeypatch.setattr(pays, "pays_from", lambda *args: most)
-    rq = ("--method", "rq", "--eps-budget", "0.2", "--eps-budget-floor", "0", "--backend", backend)
+    long = ("--max-new-tokens", "10", "--backend", backend)
+    rq = (*long, "--method", "rq", "--eps-budget", "0.2", "--eps-budget-floor", "0")
     wanted = "it pays from about 500 tokens on" if most == 500 else "it pays at no context that this model holds"
     wanted = "say nothing:" if backend == "numpy" else wanted
     kernels = () if backend == "numpy" else ("--kernels", "auto")
     (line,) = [one for one in ran(model, tmp_path, *rq, *kernels).out.splitlines() if "does not pay" in one]
     assert line.startswith("note    EPS is slower than dense here") and wanted in line
-    assert "does not pay" not in ran(model, tmp_path).out
+    assert "slower" not in ran(model, tmp_path, *rq, *kernels, "--max-new-tokens", "9").out  # 7 timed steps
+    assert "does not pay" not in ran(model, tmp_path, *long).out
     assert "does not pay" not in ran(model, tmp_path, *rq, "--no-baseline").out
 
 

@@ -22,6 +22,7 @@ def prompt_texts(prompt: str | Path, max_context: int, keep_newline: bool = Fals
     text = inputs.read_text(prompt, "prompt file", "give a text file", inputs.text_bytes(max_context), limit)
     if not keep_newline and text.endswith("\n"):
         text = text.removesuffix("\n").removesuffix("\r")
+    require(text != "", f"prompt file {prompt} is empty: give at least one character")
     return [text]
 
 
@@ -61,6 +62,7 @@ def _jsonl_prompts(path: Path) -> list[str]:
         prompt = value.get("prompt") if isinstance(value, dict) else value
         if not isinstance(prompt, str):
             raise ConfigError(f'{place}: no "prompt" that is text: {fix}')
+        require(prompt != "", f"{place}: the prompt is empty: give at least one character, or remove the line")
         prompts.append(prompt)
     require(len(prompts) > 0, f"prompt file {path} has no lines: {fix}")
     return prompts

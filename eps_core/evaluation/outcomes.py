@@ -18,7 +18,7 @@ class Ran:
     identity: dict[str, Any]  # how the last line names it: backend, device, model, ..
     config: EpsConfig
     prompt_lengths: list[int]
-    answer: str | None  # of the built-in needle document
+    answer: str | None  # of the built-in needle document; None also where too few tokens were asked for
     verify: SpeculativeConfig = SpeculativeConfig()  # noqa: RUF009  of the EPS side
     labels: tuple[str, str] = ("dense", "EPS")  # what the two sides are called
     pays: PaysFrom | None = None  # see `pays.timing`

@@ -9,6 +9,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.cost import cost_of, pays_from
 
 NOISE = 0.03  # of a dense run's speed: less is called as fast
+LEAST_STEPS = 8  # timed, of each side: the median of fewer is chance
 # times one layer when it is called: tokens of context; None: no context of the model
 PaysFrom = Callable[[], int | None]
 
@@ -37,6 +38,8 @@ def slower_note(
     pays; else None. `paced`: verified drafts were as many as pay already."""
     before, now = dense["tokens_per_s"], eps["tokens_per_s"]
     if before is None or now is None or now > (1 - NOISE) * before:
+        return None
+    if min((side.get("rounds") or side["steps"]) - side["warm_up_steps"] for side in (dense, eps)) < LEAST_STEPS:
         return None
     if label == "EPS" and eps.get("pages_skipped") == 0 and not eps.get("rounds"):
         return None  # every step was dense: a few short ones differ by chance

@@ -78,6 +78,11 @@ class RunRequest:
         named = ("EPS", self.config.cache_config.enabled), (self.keep.policy, self.keep.enabled)
         return " + ".join(name for name, on in named if on) or "dense"
 
+    def whole(self, answer: str | None) -> str | None:
+        """Return the demo's answer, where no fewer tokens are asked for than it has, one a character; else None: the
+        start of an answer is neither right nor wrong."""
+        return answer if answer is not None and len(answer) <= self.max_new_tokens else None
+
     def outputs(self, stack: ExitStack) -> tuple[Output | None, Output | None]:
         """Return the files of metrics and of CSV, where they are asked for: this process's own until `stack` closes."""
         lines, csv = (
