@@ -30,7 +30,7 @@ class Answer:
         """Raises TypeError or ValueError for what a damaged file may hold."""
         self.score, self.bytes_read, self.bytes_dense = float(self.score), int(self.bytes_read), int(self.bytes_dense)
         if not (0 <= self.score <= 1 and 0 <= self.bytes_read < MOST_BYTES and 0 <= self.bytes_dense < MOST_BYTES):
-            raise ValueError("a score outside 0 to 1, or bytes that nobody reads")
+            raise ValueError("a score outside 0 to 1, or impossible bytes")
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Followed:
         if not all(abs(one) <= MOST_NATS for one in self.kl):
             raise ValueError("a KL that is no number")
         if not (0 <= self.bytes_read < MOST_BYTES and 0 < self.bytes_dense < MOST_BYTES):
-            raise ValueError("bytes that nobody reads")
+            raise ValueError("impossible bytes")
 
 
 @dataclass(frozen=True)
