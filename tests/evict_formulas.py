@@ -204,7 +204,7 @@ def nexus(layers: list[list[Head]], rule: Rule) -> Scores:
 
 def triattention_head(head: Head) -> list[float]:
     keys, mean, modulus = f(head.keys), f(head.query_mean), f(head.query_abs)
-    omega, half, now = head.frequencies, keys.shape[1] // 2, head.length - 1
+    omega, half, now = head.frequencies, keys.shape[1] // 2, head.length
     best = [-math.inf] * len(keys)
     for r in range(len(mean)):
         raw = []
@@ -362,7 +362,7 @@ def adakv_layer(heads: list[Head], budget: int, rule: Rule, share: float = 0.2) 
 def nacl_head(head: Head, layer: int, kv_head: int, budget: int, rule: Rule) -> list[int]:
     a, rows = f(head.window), len(head.positions)
     proxies = range(a.shape[1])[-min(max(1, head.length // 100), 64) :]
-    score = [float(sum(a[r, w, t] for r in range(len(a)) for w in proxies)) for t in range(rows)]
+    score = [float(sum(a[r, w, t] for r in range(len(a)) for w in proxies)) / len(a) for t in range(rows)]
     ranking = order(head, score, rule)
     free = max(min(budget, rows) - len(pins(head, rule)), 0)
     drawn = free * 7 // 19

@@ -46,7 +46,8 @@ eviction_options = options(
     ),
     _option(
         "--kv-recent-tokens", also=["--kv-last-tokens"], type=Whole(),
-        help="Recent tokens that are always kept.  [default: 32; 64 for pyramidkv; half of what is kept for h2o]",
+        help="Recent tokens that are always kept.  [default: 32; 10 for scissorhands; 64 for pyramidkv; 128 for "
+        "triattention; half of what is kept for h2o]",
     ),
     _option(
         "--kv-compact", type=click.Choice(COMPACTIONS), default=_DEFAULT.compact,

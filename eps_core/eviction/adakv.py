@@ -25,7 +25,8 @@ SAFE_SHARE = 0.2  # floor_alpha: part of a head's rows that is its even budget, 
 NORMALISED = True  # scores are multiplied by the share of a head's mass that its even budget would hold
 SPEC = PolicySpec(
     source="Ada-KV, arXiv 2407.11550, code FFY0/AdaKV, as in KVCache-Factory",
-    deviations="rounded budgets are brought to the exact sum; kvpress has another budget rule and averages over 5",
+    deviations="rounded budgets are brought to the exact sum; normalised as in KVCache-Factory, not as FFY0's scripts; "
+    "kvpress has another budget rule and averages over 5",
     window=32,
     while_decoding=False,
     uneven=True,

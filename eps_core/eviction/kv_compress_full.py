@@ -8,7 +8,7 @@ from eps_core.eviction.kv_compress import free_blocks
 
 SPEC = PolicySpec(
     source="KV-Compress, arXiv 2410.00161, KVC-full of code IsaacRe/vllm-kvcompress",
-    deviations="the last block is cut, for exact budgets",
+    deviations="the last block is cut, for exact budgets; 32 newest rows are pinned, as in the code's README",
     squares=True,
     buffer=10,
     uneven=True,

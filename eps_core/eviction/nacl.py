@@ -11,17 +11,18 @@ TOKENS_PER_PROXY = 100  # of the prompt
 BEST, DRAWN = 12, 7  # per cent of the prompt; a budget beyond the pinned rows is split in this proportion
 SPEC = PolicySpec(
     source="NACL, arXiv 2408.03675, code PaddlePaddle/Research",
-    deviations="at most 64 proxies, causal among themselves",
+    deviations="at most 64 proxies, causal among themselves; mean over query heads, where the source scores each",
     window=64,
     while_decoding=False,
 )
 
 
 def scores(head: Head) -> np.ndarray:
-    """[T]: softmax mass received of the proxy queries, sum over these and the query heads; more is kept."""
+    """[T]: softmax mass received of the proxy queries, sum over these and mean over query heads; more is kept."""
     weights = rounded(head.window)
     proxies = min(max(1, head.length // TOKENS_PER_PROXY), SPEC.window)
-    return weights[:, -proxies:].sum((0, 1))
+    received: np.ndarray = weights[:, -proxies:].sum(1).mean(0)
+    return received
 
 
 def kept(head: Head, layer: int, kv_head: int, budget: int, rule: Rule) -> np.ndarray:

@@ -16,10 +16,11 @@ from eps_core.eviction.base import (
     standard,
 )
 
-DISTANCES = 2.0 ** np.arange(17)  # tokens ahead of the newest: 1, 2, 4, .., 65536
+DISTANCES = 2.0 ** np.arange(17)  # tokens ahead of the next one: 1, 2, 4, .., 65536
 SPEC = PolicySpec(
-    source="TriAttention, code WeianMao/triattention; selection per kv head, mean over layers, its default",
-    deviations="moments of the sequence's own queries instead of a calibration",
+    source="TriAttention, code WeianMao/triattention; selection per kv head, mean over layers, as its vLLM runtime",
+    deviations="moments of the sequence's own queries instead of a calibration; prompts are evicted, too",
+    num_recent_tokens=128,
     keys=True,
     query_moments=True,
 )
@@ -27,13 +28,13 @@ SPEC = PolicySpec(
 
 def expected_logits(head: Head) -> np.ndarray:
     """[R, T], unscaled: mean over DISTANCES d of sum_f A_f cos(w_f (t - p + d) + phi_f) + (a_f - |qm_f|) |k_f| of each
-    query head, with t the newest position, p the row's, qm_f and a_f mean and mean modulus of its queries' pair f, k_f
+    query head, with t the next position, p the row's, qm_f and a_f mean and mean modulus of its queries' pair f, k_f
     the key's before RoPE, A_f = |qm_f| |k_f| and phi_f = arg(qm_f conj(k_f)).
 
     The cosine is the real part of qm_f exp(i w_f (t + d)) conj(k_f exp(i w_f p)), whose last factor is the key as it
     is cached, and the mean over d touches the first alone: so no rotation is undone and no cosine taken for a row."""
     keys, mean, modulus = pairs(head), rounded(head.query_mean), rounded(head.query_abs)
-    ahead = np.exp(1j * np.outer(head.length - 1 + DISTANCES, given(head.frequencies))).mean(0)
+    ahead = np.exp(1j * np.outer(head.length + DISTANCES, given(head.frequencies))).mean(0)
     logits: np.ndarray = ((mean * ahead) @ keys.conj().T).real + (modulus - np.abs(mean)) @ np.abs(keys).T
     return logits
 

@@ -100,16 +100,11 @@ def selected(
 def skipped_share(estimate: np.ndarray, selected_mask: np.ndarray) -> float:
     """Estimated share of the softmax left unread; groups without an estimate (always selected) are left out of both
     sides, which makes it an estimate from above as far as they matter."""
-    if selected_mask.all():
+    known = np.isfinite(estimate)
+    if selected_mask.all() or not known.any():
         return 0.0
-    return float(np.exp(_log_total(estimate[~selected_mask]) - _log_total(estimate)))
-
-
-def _log_total(estimate: np.ndarray) -> float:
-    finite = estimate[np.isfinite(estimate)]
-    if not len(finite):
-        return -np.inf
-    return float(finite.max() + np.log(np.exp(finite - finite.max()).sum()))
+    mass = np.exp(np.where(known, estimate, -np.inf) - estimate[known].max())
+    return float(mass[~selected_mask].sum() / mass.sum())
 
 
 def float_margin(unread: np.ndarray, lse: np.ndarray) -> np.ndarray:

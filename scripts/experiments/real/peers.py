@@ -2,12 +2,14 @@
 
 They are computed here, in float32 over a cache rounded to bfloat16, from their sources:
 
-- Quest (arXiv 2406.10774, evaluation/quest_attention.py): minimum and maximum of each channel by pages of 16, a list of
-  pages for each query head, the last page always, the first two layers dense.
+- Quest (arXiv 2406.10774): minimum and maximum of each channel by pages of 16, a list of pages for each query head, at
+  least 3 pages and the first two layers dense as in its evaluation/quest_attention.py, the last page always as in its
+  kernels' quest/utils/controller.py.
 - UNIQUE (arXiv 2605.27740): q . mean + 0.5 |q| std by pages of 8 with one scalar standard deviation, a list for each
   kv head.
-- 1-bit codes (RaBitQ, arXiv 2405.12497; FIER): each rotated key as signs and one float16 scale, read whole, a list for
-  each kv head.
+- 1-bit codes (after RaBitQ, arXiv 2405.12497): each rotated key as signs about the prompt's mean and one float16 scale,
+  read whole, a list for each kv head by its query heads' largest logit. (FIER has a scale and a zero for 32 tokens of a
+  channel, without a rotation, and two dense layers.)
 - the oracle: the exact share of the softmax of every token, for free, a list for each kv head.
 - FP8: dense attention over E4M3 with one scale for each token and kv head.
 
