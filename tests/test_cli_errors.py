@@ -83,6 +83,7 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "tokenizer-of-another-model": (["run", "--model", "SMALL", "--prompt", "zzz"], "of different models"),
     "info-no-blocks": (["info", "--eps-group-blocks", 0], "eps-group-blocks 0"),
     "no-budget": (["run", "--eps-budget", 0], "eps-budget 0.0"),
+    "part-of-a-token": (["run", "--eps-budget", 1.5], "eps-budget 1.5 is no share"),
     "budget-of-another-policy": (
         ["run", "--eps-policy", "threshold", "--eps-top-pages", 4, "--eps-budget", 0.2], "--eps-policy topk"),
     "two-budgets": (["run", "--eps-top-pages", 5, "--eps-budget", 0.2], "--eps-top-pages"),

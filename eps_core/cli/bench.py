@@ -172,7 +172,7 @@ def bench_text(lines: list[dict[str, Any]]) -> str:
         if cell["dense_exceeds_last_cache"] is False:
             notes.add(f"{cell['batch']} x {cell['context']:,} tokens of K and V fit the last cache, which was flushed")
     header = [
-        "method", "dtype", "context", "batch", "visited", "bytes", "dense", "best dense", "score", "select", "attend",
+        "method", "dtype", "context", "batch", "selected", "bytes", "dense", "best dense", "score", "select", "attend",
         "step", "write", "faster", "of roof", "graphed",
     ]  # fmt: skip
     table = terminal.table([_row(cell) for cell in cells], header)

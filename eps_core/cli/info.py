@@ -74,7 +74,7 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
     click.echo(memory.memory_table(rows))
     statistics, following = open_group_bytes(layers, kv_heads, head_dim)
     click.echo(
-        f"\n{' and '.join(following)} also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each "
+        f"\n{' and '.join(following)} also keep {statistics / 1024:,.0f} KiB of running statistics for each "
         "sequence in mid-group, so that a growing group is never read back."
     )
     of_rq = {name: value for name, value in settings.items() if name not in ("dim", "group_blocks")}

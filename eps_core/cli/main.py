@@ -168,8 +168,9 @@ def cli() -> None:
 def run_command(ctx: click.Context, /, **flags: Any) -> None:
     """Decode a prompt, or a batch of them, densely, then with EPS, and compare.
 
-    Without --model this runs the demo model on a built-in needle prompt with --method rq; with --model EPS is off until
-    --method names one. --method off is the rollback: other --eps flags then mean nothing.
+    Without --model this runs the demo model on a built-in needle prompt with --method rq, and also times a layer of
+    an 8B model's shape, where EPS pays more; with --model EPS is off until --method names one. --method off is the
+    rollback: other --eps flags then mean nothing.
 
     Prints the text as it comes and a table; the last line of stdout is one JSON object. --metrics and --csv hold the
     EPS run's steps, or the dense run's where EPS is off.

@@ -59,8 +59,8 @@ class SelectionConfig:
             "not read it: use 1 or more, or eps-combine max",
         )
         require(
-            self.budget > 0 and math.isfinite(self.budget),
-            f"eps-budget {self.budget} must be positive: a fraction up to 1, or a number of tokens above 1",
+            self.budget > 0 and math.isfinite(self.budget) and (self.budget <= 1 or self.budget == int(self.budget)),
+            f"eps-budget {self.budget} is no share above 0 and up to 1, and no whole number of tokens: use 0.1",
         )
         require(
             0 <= self.rescore <= 1,

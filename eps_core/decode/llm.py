@@ -11,6 +11,7 @@ from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.decode.stop_strings import StoppedText, check_stop
+from eps_core.errors import require
 from eps_core.io import records
 from eps_core.metrics.rounds import summarise_rounds
 from eps_core.metrics.steps import summarise
@@ -100,8 +101,8 @@ class LLM:
             (also "off") for dense attention.
         `selection`: the other fields of `EpsConfig`, by name: `budget=0.05`, `num_recent_tokens=256`, `strict=True`, ..
         `config`: an `EpsConfig`, in the place of method and selection.
-        `speculative`: sparse steps draft and a dense pass verifies, so that the text is that of dense decoding; a
-            `SpeculativeConfig` says how.
+        `speculative`: sparse steps draft and a dense pass verifies, so that the text is that of dense decoding in the
+            same dtype, which on a CPU is float32 unless `dtype` says otherwise; a `SpeculativeConfig` says how.
         `backend`: "numpy", "cuda" (PyTorch, on CPUs too) or "mlx"; auto: the one that has a GPU, else PyTorch.
         `device`, `dtype` (of the weights), `kv_dtype`, `kernels`, `cache_dir` (keeps prompts between runs): as
             `Session.open` has them. `kv_bits`: the format of K and V, such as 8 or "fp8", or of each, such as (8, 4).
@@ -111,6 +112,7 @@ class LLM:
 
         Raises ConfigError, a ValueError whose one line names the value, the limit and the fix.
         """
+        require("verify" not in selection, "LLM has no verify: give speculative=True, or a SpeculativeConfig")
         if method is None and config is None:
             method = "rq"
         if method is not None:
