@@ -29,7 +29,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 def overflow(place: str, kept_in: str = "float32") -> ConfigError:
     """The error for NaN or Inf in what a model computed, and the fix that is left."""
-    cause = "the weights are damaged, or overflow where they are not float32"
+    cause = "the weights are damaged, or overflow in their dtype where it is not float32"
     if kept_in != "float32":
         cause = f"the model or its {kept_in} cache overflows; try float32 (--dtype, where there is one)"
     return ConfigError(f"NaN or Inf in {place}: {cause}")

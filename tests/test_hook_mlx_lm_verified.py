@@ -152,6 +152,14 @@ def test_a_text_that_is_left_early_leaves_a_cache_to_go_on_with(family: str, tak
         assert_empty(pool)
 
 
+def test_a_text_that_outlives_eps_may_be_left() -> None:
+    model, (prompt,) = tiny("llama"), prompts(270)
+    with eps(model, **VERIFIED, draft=7):
+        steps = STEPS.generate_step(mx.array(prompt), model, max_tokens=40)
+        next(steps)
+    steps.close()
+
+
 def contents(cache: Any) -> Any:
     return (cache.keys, cache.values) if isinstance(cache, RotatingKVCache) else cache.keys_and_values()
 

@@ -4,6 +4,7 @@ leaves in the cache is what dense decoding leaves there."""
 import functools
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -161,20 +162,28 @@ class Counting(LogitsProcessor):
         return scores.index_fill(1, scores.argmax(-1), -torch.inf) if self.num_calls % 3 == 0 else scores
 
 
+class Locked(Counting):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
 @pytest.mark.parametrize(
     ("more", "drafts"),
     [
         ({"guidance_scale": 1.5}, False),
         ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}, True),
         ({"logits_processor": Counting}, True),
+        ({"logits_processor": Locked}, False),
     ],
-    ids=["guidance", "watermark", "own"],
+    ids=["guidance", "watermark", "own", "locked"],
 )
 def test_processors_that_keep_a_state_see_the_text_alone(more: dict[str, Any], drafts: bool) -> None:
     model, (ids, _) = tiny("llama"), prompts([290], seed=3)
 
     def text() -> Any:
-        made = {name: [value()] if value is Counting else value for name, value in more.items()}
+        made = {name: [value()] if isinstance(value, type) else value for name, value in more.items()}
         return said(model, ids, **made)
 
     plain = text()

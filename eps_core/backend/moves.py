@@ -12,6 +12,8 @@ from eps_core.backend.cache import largest_norm, mark_valid, written
 from eps_core.backend.ops import Ops
 from eps_core.backend.selection import selection_mask
 
+NORM_UNITS = 64  # whose norms are computed at a time: in float32
+
 
 def move_kv(ops: Ops, cache: Any, layer: int, src: np.ndarray, dst: np.ndarray) -> Any:
     """Copies what slots src [N] (host) hold to slots dst [N] (host), as it is held, and brings the summaries of the
@@ -67,7 +69,7 @@ def export_units(ops: Ops, cache: Any, units: Sequence[int]) -> dict[str, np.nda
     what else kv heads have: the largest norms of these units' K and V behind bounds, [Hkv], and the centroid of key
     codes, [Hkv, D], zeros without one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache
     takes."""
-    num_tokens = len(units) * cache.cache_config.unit_tokens
+    unit_tokens = cache.cache_config.unit_tokens
     with ops.place(cache):
         index = ops.index(cache, np.asarray(units, np.int64))
         found = {name: ops.host(array[index]) for name, array in unit_arrays(cache).items()}
@@ -78,10 +80,12 @@ def export_units(ops: Ops, cache: Any, units: Sequence[int]) -> dict[str, np.nda
                 for name, pool, largest in (
                     ("key", cache.k, cache.largest_key), ("value", cache.v, cache.largest_value)
                 ):  # fmt: skip
-                    norm = largest[layer]
-                    if num_tokens:
-                        norm = largest_norm(ops, pages.in_order(ops, pool[layer], np.asarray(units), num_tokens))
-                    found[f"heads.{layer}.largest_{name}"] = ops.host(norm)
+                    parts = [
+                        np.asarray(units[start : start + NORM_UNITS]) for start in range(0, len(units), NORM_UNITS)
+                    ]
+                    rows = (pages.in_order(ops, pool[layer], part, len(part) * unit_tokens) for part in parts)
+                    norms = [ops.host(largest_norm(ops, one)) for one in rows] or [ops.host(largest[layer])]
+                    found[f"heads.{layer}.largest_{name}"] = np.maximum.reduce(norms)
     return found
 
 

@@ -84,7 +84,8 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
     from eps_core.evaluation.capture import CaptureRequest, capture
 
     _check_paths(flags)
-    outputs.check_start("-o", flags["output"], b'{"__metadata__": {"eps_', "capture", skipped=8)  # the header's length
+    # behind the length of a header
+    outputs.check_start("-o", flags["output"], b'{"__metadata__": {"eps_capture', "capture", skipped=8)
     # a capture is dense unless a method is named, with the demo model too
     given = given_flags(ctx, flags)
     stray = sorted(name for name in given if name.startswith("eps_"))

@@ -94,6 +94,7 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     names at the start sparse. --method off starts the same server without EPS.
     """
     outputs.check({"--metrics": flags["metrics"]}, {"--model": flags["model"] or DEMO_MODEL})
+    outputs.check_start("--metrics", flags["metrics"], *outputs.METRICS)
     given = given_flags(ctx, flags)
     config = config_of(flags, given)
     from eps_core.models.hub import resolve_for_engine  # late: --help must work where a model cannot be loaded

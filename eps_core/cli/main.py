@@ -180,7 +180,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         {"--prompt-file": flags["prompt_files"], "--eps-head-policy": flags["eps_head_policy"]}
         | {"--model": flags["model"] or DEMO_MODEL},
     )
-    outputs.check_start("--metrics", flags["metrics"], b'{"type": "run", "config": ', "JSONL of run --metrics")
+    outputs.check_start("--metrics", flags["metrics"], *outputs.METRICS)
     given = given_flags(ctx, flags)
     config = config_of(flags, given, auto_min_context=True)
     keep = eviction_of(flags, given, config)

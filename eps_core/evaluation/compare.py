@@ -311,7 +311,7 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
             },
             config,
             job.prompt_lengths,
-            request.whole(job.answer),
+            request.judged(job.answer),
             request.verify,
             (job.labels["dense"], job.labels["eps"]),
             timing(

@@ -101,7 +101,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         if csv is not None:
             write_csv(csv, sparse.rounds or sparse.records, ROUND_KEYS if verified else STEP_KEYS)
         ran = Ran(
-            identity, settings.config, lengths, request.whole(answer), settings.verify,
+            identity, settings.config, lengths, request.judged(answer), settings.verify,
             pays=_timing(folder, engine.sparse.config, known, context),
             sparse_layers_of=None if whole is None else f"{len(plan.sparse)} of {plan.num_layers} layers",
             of_model=whole,

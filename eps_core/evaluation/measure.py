@@ -20,7 +20,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
-from eps_core.errors import ConfigError, fault_line
+from eps_core.errors import ConfigError, fault_line, require
 from eps_core.evaluation import quality
 from eps_core.evaluation.quality import Answer, Followed
 from eps_core.evaluation.runner import DENSE, UNVERIFIED, Document, run_document, usual_context
@@ -190,6 +190,8 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
             """{variant: Answer or Followed, the `kind`} of a sample or document: of its line in the file, else of the
             work that is done now, and kept."""
             there, index = samples if kind is Answer else documents, line["index"]
+            asked = there.get(index, line).get("context_tokens") == line["context_tokens"]
+            require(asked, f"{what} is another one in {request.out}: write to a new file")
             if index not in there:
                 progress(len(samples) + len(documents), num_samples + num_documents, what)
                 try:

@@ -78,7 +78,7 @@ class RunRequest:
         named = ("EPS", self.config.cache_config.enabled), (self.keep.policy, self.keep.enabled)
         return " + ".join(name for name, on in named if on) or "dense"
 
-    def whole(self, answer: str | None) -> str | None:
+    def judged(self, answer: str | None) -> str | None:
         """Return the demo's answer, where no fewer tokens are asked for than it has, one a character; else None: the
         start of an answer is neither right nor wrong."""
         return answer if answer is not None and len(answer) <= self.max_new_tokens else None

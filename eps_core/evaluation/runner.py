@@ -82,7 +82,7 @@ class Outcome:
         self.kl, self.agree = kl_divergence(want, got), want.argmax(-1) == got.argmax(-1)
         for kl, record in zip(self.kl, self.records, strict=True):
             if not np.isfinite(kl).all():
-                raise overflow(f"the logits at position {max(record.lengths)}")
+                raise overflow(f"the logits at position {record.lengths[int(np.isfinite(kl).argmin())]}")
         for record in self.records:
             record.logits = None
 

@@ -9,8 +9,9 @@ from eps_core.eviction.base import FLAT, Head, Kept, PolicySpec, Rule, best_of_e
 
 SPEC = PolicySpec(
     source="Scissorhands, arXiv 2305.17118",
-    deviations="weights at or above 1/n are counted, n the rows that a query sees, as cold-compress has it on request",
-    window=400,
+    deviations="weights at or above 1/n are counted, n the rows that a query sees, as cold-compress has it on request; "
+    "a window of 64, where it has 400, for memory",
+    window=64,
     num_recent_tokens=10,
 )
 

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -250,11 +251,13 @@ class SparseAttention:
         self._let_go()
 
     def _let_go(self) -> None:
-        if self._writer is not None and self._output is not None:
-            self._writer.close()
-            self._output.close()
-            self._writer = self._output = None
+        writer, output, self._writer, self._output = self._writer, self._output, None, None
+        if writer is not None and output is not None:
             atexit.unregister(self.close)
+            try:
+                writer.close()
+            finally:
+                output.close()
 
     def __enter__(self) -> Self:
         return self
@@ -376,4 +379,5 @@ class SparseAttention:
             self._writer.write(*lines)
         except ConfigError as error:
             logger.error("EPS writes no more to its metrics file: %s", one_line(error))
-            self._let_go()
+            with suppress(ConfigError):  # the same again
+                self._let_go()

@@ -78,8 +78,8 @@ class Settings:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The flat settings that EPS_METHOD, EPS_BUDGET, .. name; numbers, true and false as JSON writes them. Raises
-    ConfigError for a variable that is nearly one of them: others that begin alike are not ours."""
+    """The flat settings that EPS_METHOD, EPS_BUDGET, .. name; numbers, true and false as JSON writes them, EPS_METRICS
+    as it is. Raises ConfigError for a variable that is nearly one of them: others that begin alike are not ours."""
     environ = os.environ if environ is None else environ
     names = (*FLAT, *EXTRAS, *SETTINGS, *REMOVED)
     known = [PREFIX + name.upper() for name in names]

@@ -169,7 +169,7 @@ class Rounds:
         """Tells, once, that the engine decodes in a way that nothing is drafted for: it is dense."""
         if not self._warned:
             self._warned = True
-            logger.warning("eps: %s is decoded densely: verified decoding drafts for one prompt at a time", reason)
+            logger.warning("eps: %s is decoded densely: verified decoding drafts for single, plain prompts", reason)
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start or `reset`. `bytes_ratio`: K, V and summaries read by drafts and verify passes over

@@ -133,6 +133,9 @@ def check(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | Sequen
         taken[_identity(file)] = f"{flag} {path}"
 
 
+METRICS = b'{"type": "run", "config": ', "JSONL of run --metrics"  # for `check_start`
+
+
 def check_start(flag: str, path: Path | None, start: bytes, kind: str, skipped: int = 0) -> None:
     """Raises ConfigError where `path` is a file that holds something else than what begins, `skipped` bytes on, with
     `start`, as the command's own files do: a result of another command, or the first of a list of inputs that a shell
@@ -140,8 +143,11 @@ def check_start(flag: str, path: Path | None, start: bytes, kind: str, skipped: 
     file = None if path is None else regular_file(path)
     if file is None or not file.is_file():
         return
-    with open(file, "rb") as opened:
-        found = opened.read(64)
+    try:
+        with open(file, "rb") as opened:
+            found = opened.read(64)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be read ({error.strerror}): give another path") from error
     if found.strip() and not found[skipped:].lstrip().startswith(start):
         raise ConfigError(f"{flag} {path} is there and is no {kind}: give another path, or remove it")
 

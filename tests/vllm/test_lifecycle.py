@@ -157,6 +157,9 @@ def test_counters_that_cannot_be_written_end_nothing(
         monkeypatch.setattr(metrics, "SECONDS", 0)
         llm.reset_prefix_cache()
         assert engines.say(llm, engines.prompts(900), 3, logprobs=None) == [said]
+        folder.mkdir()
+        llm.collective_rpc("eps_set", kwargs={"on": False})
+        assert json.loads((folder / "0.json").read_text())["on"] is False
     assert caplog.text.count("EPS's counters stay as they are on /metrics") == 1
 
 

@@ -83,6 +83,8 @@ def test_what_cannot_be_sparse_does_not_start(
         ("serve /models/x.eps.d", False),
         ("serve DIR --config with.yaml", True),
         ("serve DIR --config=with.yaml", True),
+        ("serve DIR --config short.yaml", True),
+        ("serve DIR --config dotted.yaml", True),
         ("serve DIR --config without.yaml", False),
         ("serve DIR --config absent.yaml", False),
         ("serve DIR --config", False),
@@ -92,6 +94,8 @@ def test_what_names_eps_before_vllm_reads_its_arguments(
     argv: str, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "with.yaml").write_text("port: 1\nadditional-config:\n  eps:\n    method: rq\n")
+    (tmp_path / "short.yaml").write_text("additional-config: {'eps': {method: rq}}\n")
+    (tmp_path / "dotted.yaml").write_text("additional-config.eps.method: rq\n")
     (tmp_path / "without.yaml").write_text("port: 1\nsteps: 2\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", argv.split())

@@ -197,10 +197,10 @@ def asked_for(config: EpsConfig | Settings | None, settings: dict[str, Any]) -> 
     """Return the settings that a caller asks for, by a config or by flat settings beside it."""
     if config is None:
         return Settings.of(settings)
-    of_config = isinstance(config, EpsConfig)
-    extras: dict[str, Any] = {name: settings.pop(name) for name in EXTRAS if of_config and name in settings}
+    taken = EXTRAS if isinstance(config, EpsConfig) else ()
+    extras: dict[str, Any] = {name: settings.pop(name) for name in taken if name in settings}
     require(not settings, f"give EPS settings by config or by name, not both: {', '.join(settings)}")
-    if not isinstance(config, EpsConfig):
+    if isinstance(config, Settings):
         return config
     return replace(Settings.of({"method": config.cache_config.method, **extras}), config=config)
 

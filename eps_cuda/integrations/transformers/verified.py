@@ -80,10 +80,12 @@ def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any) -> Any:
         cache: Any = cache_in(model_kwargs)
         # an empty one becomes ours in its first forward; others hold what was kept without EPS
         ours = cache is not None and (not cache.get_seq_length() or bool(_own_layers(cache)))
-        guided = any(type(one).__name__ in _GUIDED for one in logits_processor)
-        if len(input_ids) > 1 or guided or not ours:
-            what = "a batch" if len(input_ids) > 1 else "guidance by a second cache"
-            rounds.undrafted(what if ours else "a cache that was made without EPS")
+        reasons = {
+            "a cache that was made without EPS": not ours, "a batch": len(input_ids) > 1,
+            "text with a processor that cannot be copied": not _can_draft(logits_processor),
+        }  # fmt: skip
+        if any(reasons.values()):
+            rounds.undrafted(next(reason for reason, there in reasons.items() if there))
             return type(model)._sample(
                 model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                 generation_config=generation_config, streamer=streamer, **model_kwargs,
@@ -113,6 +115,22 @@ def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any) -> Any:
     return loop
 
 
+def _keep_state(processor: Any) -> bool:
+    """Return whether any processor may keep what it has seen."""
+    kinds = map(type, processor)
+    return any(one.__name__ in _COUNTING or not one.__module__.startswith("transformers.") for one in kinds)
+
+
+def _can_draft(processor: Any) -> bool:
+    """Return whether drafts can have processors of their own: copies, where these keep a state."""
+    if any(type(one).__name__ in _GUIDED for one in processor):
+        return False
+    try:
+        return not _keep_state(processor) or copy.deepcopy(processor) is not None
+    except Exception:  # whatever a class of the caller's raises
+        return False
+
+
 def _own_layers(cache: Any) -> list[EpsLayer]:
     return [layer for layer in cache.layers if isinstance(layer, EpsLayer)]
 
@@ -125,8 +143,7 @@ class _Text:
     ) -> None:
         self.model, self.ids, self.processor, self.criteria = model, ids, processor, criteria
         self.config, self.kwargs, self.streamer = config, kwargs, streamer
-        kinds = map(type, processor)
-        self.counts = any(one.__name__ in _COUNTING or not one.__module__.startswith("transformers.") for one in kinds)
+        self.copies = _keep_state(processor)
         self.ended = False
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
@@ -159,7 +176,7 @@ class _Text:
         # the numbers that are drawn from here on are drawn again
         numbers: Any = torch if ids.device.type == "cpu" else torch.get_device_module(ids.device)
         state = numbers.get_rng_state() if self.config.do_sample else None
-        processor = copy.deepcopy(self.processor) if drafts and self.counts else self.processor
+        processor = copy.deepcopy(self.processor) if drafts and self.copies else self.processor
         for _ in range(drafts):
             outputs = self._forward(ids, kwargs, 1)
             scores = processor(ids, self._row(outputs.logits[:, -1]))

@@ -45,5 +45,5 @@ def _named() -> bool:
         if argument.partition("=")[0] == "--config":  # a file of arguments
             with suppress(OSError, ValueError, IndexError):
                 texts.append(Path(argument.partition("=")[2] or sys.argv[place + 1]).read_text())
-    asks = re.compile(r'"eps"|^--additional[-_]config\.eps|^ *eps:', re.MULTILINE)
+    asks = re.compile(r"""\beps['"]?\s*:|^(--)?additional[-_]config\.eps\b""", re.MULTILINE)
     return os.environ.get("EPS_METHOD", "off") != "off" or any(map(asks.search, texts))

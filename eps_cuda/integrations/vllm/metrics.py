@@ -51,30 +51,30 @@ class Shown:
         folder = os.environ.get(FOLDER)
         self.file = None if folder is None else Path(folder) / f"{worker_number(vllm_config)}.json"
         self._last, self._lock = -SECONDS, threading.Lock()
+        self._told = False  # that they cannot be written
         self._later: threading.Timer | None = None  # writes what came within a second of the last time
 
     def update(self, runtime: Any) -> None:
         if self.file is None:
             return
         if time.monotonic() - self._last >= SECONDS:
-            self._write(runtime)
+            self._write(self.file, runtime)
         elif self._later is None or not self._later.is_alive():
-            self._later = threading.Timer(2 * SECONDS, self._write, [runtime])
+            self._later = threading.Timer(2 * SECONDS, self._write, [self.file, runtime])
             self._later.daemon = True
             self._later.start()
 
-    def _write(self, runtime: Any) -> None:
+    def _write(self, file: Path, runtime: Any) -> None:
         with self._lock:
-            if self.file is None:
-                return
             self._last = time.monotonic()
-            part = self.file.with_suffix(".part")
+            part = file.with_suffix(".part")
             try:
                 part.write_text(json.dumps(runtime.stats()))
-                part.replace(self.file)
+                part.replace(file)
             except Exception as error:  # of a forward, which must not end for it
-                self.file = None
-                logger.error("EPS's counters stay as they are on /metrics: %s", one_line(error))
+                if not self._told:
+                    logger.error("EPS's counters stay as they are on /metrics (told once): %s", one_line(error))
+                self._told = True
 
 
 def export() -> None:
@@ -99,7 +99,7 @@ def export() -> None:
                 yield family
             family = CounterMetricFamily("eps_fallbacks", "layer rows attended densely", labels=["reason", "worker"])
             for worker, stats in found.items():
-                for reason, number in stats["fallbacks"].items():
+                for reason, number in stats.get("fallbacks", {}).items():
                     family.add_metric([reason, worker], number)
             yield family
             gauge = GaugeMetricFamily("eps_on", "whether decode steps are sparse", labels=["worker"])

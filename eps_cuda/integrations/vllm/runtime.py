@@ -195,9 +195,9 @@ class Runtime(PagedRuntime):
                 f"route stock reads whole blocks for all kv heads alike, and cannot have scope {wanted.scope!r}: start "
                 "the server with route rows",
             )
-            captured = wanted if self.graphs is None else self.graphs.config.selection_config
+            captured = None if self.graphs is None else self.graphs.config.selection_config
             require(
-                replace(wanted, budget=captured.budget) == captured,
+                captured is None or replace(wanted, budget=captured.budget) == captured,
                 "vLLM's CUDA graphs hold all settings but budget: start it with cudagraph_mode PIECEWISE to change "
                 "others while it runs",
             )

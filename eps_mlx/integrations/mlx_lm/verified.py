@@ -96,7 +96,7 @@ class _Text:
         lacking: int | None = None  # a token that was said and is not in the cache yet
         while num_said != self.max_tokens:
             room = self.max_tokens - num_said if self.max_tokens > 0 else self.rounds.verify.most + 1
-            tokens, logprobs, accepted = self._round(fed, room)
+            tokens, logprobs = self._round(fed, room)
             if not num_said:
                 self.on_progress(len(prompt), len(prompt))
             num_taken = 0
@@ -104,13 +104,14 @@ class _Text:
                 for token, row in zip(tokens, logprobs, strict=True):
                     num_taken += 1
                     num_said += 1
-                    lacking = token if num_taken > accepted else None
+                    lacking = token if num_taken == len(tokens) else None
                     yield token, row
             except GeneratorExit:
                 # nobody takes the rest: the cache ends with what was taken, as mlx-lm's own loop leaves it
-                if num_taken < accepted:
-                    self._take_back(accepted - num_taken, num_taken + 1)
-                self._feed(lacking)
+                if not self.pool.closed:
+                    if num_taken < len(tokens) - 1:
+                        self._take_back(len(tokens) - num_taken - 1, num_taken + 1)
+                    self._feed(lacking)
                 raise
             fed = tokens[-1]
             num_rounds += 1
@@ -124,8 +125,8 @@ class _Text:
             self.model(mx.array([[token]], mx.uint32), cache=self.cache)
             mx.async_eval([one.state for one in self.cache])
 
-    def _round(self, fed: int, room: int) -> tuple[list[int], list[mx.array], int]:
-        """(tokens said, log probabilities [V] of each, accepted drafts)."""
+    def _round(self, fed: int, room: int) -> tuple[list[int], list[mx.array]]:
+        """(tokens said, log probabilities [V] of each)."""
         pool, row = self.pool, self.own[0].rows[0]
         length = self.own[0].columns
         reason = "error" if pool.broken else None
@@ -163,7 +164,7 @@ class _Text:
             pool.end_round(num_kept)
         mx.async_eval([one.state for one in self.cache])
         self.rounds.end(pool.paged.cache, length, drafts, said, accepted, margins)
-        return said, logprobs, accepted
+        return said, logprobs
 
     def _judge(self, logits: mx.array, tokens: mx.array) -> tuple[list[int], list[mx.array], list[float], int]:
         """Judge logits [g + 1, V] after the token that was fed and g drafts. Return (tokens, log probabilities [V] of
