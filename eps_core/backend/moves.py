@@ -77,9 +77,8 @@ def export_units(ops: Ops, cache: Any, units: Sequence[int]) -> dict[str, np.nda
             if cache.bound is not None:
                 found[f"heads.{layer}.bound.centre"] = ops.host(cache.bound.constants(layer)["centre"])
             if cache.cache_config.has_bounds:
-                for name, pool, largest in (
-                    ("key", cache.k, cache.largest_key), ("value", cache.v, cache.largest_value)
-                ):  # fmt: skip
+                held = {"key": (cache.k, cache.largest_key), "value": (cache.v, cache.largest_value)}
+                for name, (pool, largest) in held.items():
                     parts = [
                         np.asarray(units[start : start + NORM_UNITS]) for start in range(0, len(units), NORM_UNITS)
                     ]

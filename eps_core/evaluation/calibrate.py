@@ -129,7 +129,7 @@ def kept_at(session: Session, config: EpsConfig, recording: Recording, tokens: l
 
 def kl_from(kept: Sequence[Kept]) -> int | None:
     """The least context from which on no measured KL is above MOST_KL; None: the largest one's is."""
-    wrong = [index for index, one in enumerate(kept) if not one.kl_mean <= MOST_KL]  # also where it is NaN
+    wrong = [index for index, one in enumerate(kept) if one.kl_mean > MOST_KL]
     first = wrong[-1] + 1 if wrong else 0
     return kept[first].context if first < len(kept) else None
 

@@ -105,6 +105,11 @@ class PagedRuntime:
             adopt.forget(self.cache)
         self.lazy = True
 
+    def wanted(self, flat: dict[str, Any]) -> Settings:
+        """Return the settings of flat ones that are given while the server runs. Raises ConfigError for what it cannot
+        have."""
+        return Settings.of(flat)
+
     # ------------------------------------------------------------------------------------------------- what users call
 
     def set(self, on: bool | None = None, **flat: Any) -> dict[str, Any]:
@@ -113,7 +118,7 @@ class PagedRuntime:
         assert self.sparse is not None and self.settings is not None
         require(on is None or isinstance(on, bool), f"on {on!r} is not true or false")
         if flat:
-            wanted = Settings.of(self.settings.flat() | flat)
+            wanted = self.wanted(self.settings.flat() | flat)
             fixed = "metrics", "audit_every", "kernels", "verify"
             require(
                 all(getattr(wanted, name) == getattr(self.settings, name) for name in fixed),

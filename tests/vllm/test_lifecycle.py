@@ -160,7 +160,7 @@ def test_counters_that_cannot_be_written_end_nothing(
         folder.mkdir()
         llm.collective_rpc("eps_set", kwargs={"on": False})
         assert json.loads((folder / "0.json").read_text())["on"] is False
-    assert caplog.text.count("EPS's counters stay as they are on /metrics") == 1
+    assert caplog.text.count("EPS's counters on /metrics are out of date") == 1
 
 
 def test_a_fault_in_eps_is_dense_counted_and_loud(

@@ -81,11 +81,13 @@ def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any) -> Any:
         # an empty one becomes ours in its first forward; others hold what was kept without EPS
         ours = cache is not None and (not cache.get_seq_length() or bool(_own_layers(cache)))
         reasons = {
-            "a cache that was made without EPS": not ours, "a batch": len(input_ids) > 1,
+            "a cache that was made without EPS": not ours,
+            "a batch": len(input_ids) > 1,
             "text with a processor that cannot be copied": not _can_draft(logits_processor),
-        }  # fmt: skip
-        if any(reasons.values()):
-            rounds.undrafted(next(reason for reason, there in reasons.items() if there))
+        }
+        reason = next((reason for reason, there in reasons.items() if there), None)
+        if reason is not None:
+            rounds.undrafted(reason)
             return type(model)._sample(
                 model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                 generation_config=generation_config, streamer=streamer, **model_kwargs,

@@ -73,7 +73,7 @@ class Shown:
                 part.replace(file)
             except Exception as error:  # of a forward, which must not end for it
                 if not self._told:
-                    logger.error("EPS's counters stay as they are on /metrics (told once): %s", one_line(error))
+                    logger.error("EPS's counters on /metrics are out of date (logged once): %s", one_line(error))
                 self._told = True
 
 

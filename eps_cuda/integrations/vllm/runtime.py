@@ -186,21 +186,20 @@ class Runtime(PagedRuntime):
         if self.graphs is not None:
             self.graphs.settle()
 
+    def wanted(self, flat: dict[str, Any]) -> Settings:
+        """See `PagedRuntime.wanted`. Of what is captured in CUDA graphs the budget alone may change."""
+        settings = fitted(Asked(flat, self.want.route), self.block_tokens)
+        wanted = settings.config.selection_config
+        captured = None if self.graphs is None else self.graphs.config.selection_config
+        require(
+            captured is None or replace(wanted, budget=captured.budget) == captured,
+            "vLLM's CUDA graphs hold all settings but budget: start it with cudagraph_mode PIECEWISE to change others "
+            "while it runs",
+        )
+        return settings
+
     def set(self, on: bool | None = None, **flat: Any) -> dict[str, Any]:
-        """See `PagedRuntime.set`. Of what is captured in CUDA graphs the budget alone may change."""
-        if flat and self.settings is not None:
-            wanted = Settings.of(self.settings.flat() | flat).config.selection_config
-            require(
-                self.want.route != "stock" or wanted.scope == "union",
-                f"route stock reads whole blocks for all kv heads alike, and cannot have scope {wanted.scope!r}: start "
-                "the server with route rows",
-            )
-            captured = None if self.graphs is None else self.graphs.config.selection_config
-            require(
-                captured is None or replace(wanted, budget=captured.budget) == captured,
-                "vLLM's CUDA graphs hold all settings but budget: start it with cudagraph_mode PIECEWISE to change "
-                "others while it runs",
-            )
+        """See `PagedRuntime.set`; `/metrics` is told."""
         found = super().set(on, **flat)
         self._shown.update(self)
         return found

@@ -107,7 +107,7 @@ class _Text:
                     lacking = token if num_taken == len(tokens) else None
                     yield token, row
             except GeneratorExit:
-                # nobody takes the rest: the cache ends with what was taken, as mlx-lm's own loop leaves it
+                # the cache keeps the tokens that the caller took, as after mlx-lm's own loop
                 if not self.pool.closed:
                     if num_taken < len(tokens) - 1:
                         self._take_back(len(tokens) - num_taken - 1, num_taken + 1)
