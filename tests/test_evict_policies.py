@@ -7,7 +7,7 @@ import pytest
 from evict_formulas import expected, logdet_head, pins
 from evict_heads import asked, coarse, made, ragged
 
-from eps_core.eviction import logdet
+from eps_core.eviction import logdet, nacl
 from eps_core.eviction.base import Head, Rule
 from eps_core.eviction.table import POLICIES
 
@@ -55,6 +55,11 @@ def check(name: str, layers: list[list[Head]], budget: int, rule: Rule) -> None:
         assert sizes == [min(budget, rows) for rows in there], "not the budget"
     wanted = expected(name, layers, budget, rule)
     assert [[rows.tolist() for rows in heads] for heads in kept] == wanted, "not the formula's rows"
+
+
+def test_nacl_draws_by_the_mean_of_query_heads() -> None:
+    ((head, *_), *_) = asked(made(rows=130, layers=1, heads=1, seed=2), POLICIES["nacl"])
+    np.testing.assert_allclose(nacl.scores(head), head.window[:, -1].mean(0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("which", INPUTS)

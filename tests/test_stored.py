@@ -15,6 +15,7 @@ import tiny_models
 from command import last, lines_of, outcome
 
 from eps_core import LLM
+from eps_core.backend import moves
 from eps_core.decode import stored as stored_module
 from eps_core.decode.session import Session
 from eps_core.decode.stored import METADATA_KEY, StoredCounts, StoredPrompts, weights_digest
@@ -131,8 +132,11 @@ def test_codes_about_a_centre_are_of_one_prompt(target: tuple, model: Path, tmp_
 
 
 @pytest.mark.parametrize("name", ["off", "rq", "bounds", "box", "codes", "bf16"])
-def test_units_come_back_as_they_were(target: tuple, model: Path, name: str, tmp_path: Path) -> None:
+def test_units_come_back_as_they_were(
+    target: tuple, model: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Into other units of another cache; the summaries are valid there, and their neighbours untouched."""
+    monkeypatch.setattr(moves, "NORM_UNITS", 2)
     session = opened(target, model, None, **SETTINGS[name]).session
     cache_config, backend, prefix = session.config.cache_config, session.backend, session.prefix(session.encode(TEXT))
     unit = cache_config.unit_tokens
@@ -142,6 +146,9 @@ def test_units_come_back_as_they_were(target: tuple, model: Path, name: str, tmp
     other, _ = session.cache(cache_config, 1024)
     places = [2 * i + 1 for i in range(num_units)]
     held = backend.export_units(cache, sequence.table[:num_units])
+    alone = [backend.export_units(cache, [one]) for one in sequence.table[:num_units]]
+    for key in (key for key in held if "largest" in key):
+        np.testing.assert_array_equal(held[key], np.maximum.reduce([one[key] for one in alone]), err_msg=key)
     before = backend.export_units(other, [0])
     other = backend.import_units(other, places, held)
     again = backend.export_units(other, places)
