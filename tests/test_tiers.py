@@ -76,7 +76,10 @@ def suite(tier: str, *arguments: str) -> str:
     return " ".join(["venv python -m pytest -n 3 --dist worksteal --durations=50 --tier", tier, *arguments])
 
 
-SERVERS = ["vllm python -m pytest -n 3 --dist loadfile --durations=50", "vllm python -m pytest"]  # vLLM's, SGLang's
+SERVERS = [  # vLLM's, SGLang's
+    "vllm python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=50",
+    "vllm python -m pytest",
+]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.selection import SelectionConfig
 from eps_core.decode.forward import Decoder
 from eps_core.decode.prompts import PREFILL_CHUNK
-from eps_core.decode.sampling import Sampling, draw
+from eps_core.decode.sampling import Sampling, check_logits, draw
 from eps_core.errors import ConfigError
 from eps_core.kv_cache.pool import PagePool
 from eps_core.kv_cache.pool import Sequence as PagedSequence
@@ -84,10 +84,12 @@ def generate(
             )
             margins = []
             for row, index in enumerate(alive):
+                position = int(spent.lengths[row])
                 if forced_tokens is not None:
+                    check_logits(output.logits[row], position)
                     fed[index] = int(forced_tokens[index][step])
                 else:
-                    drawn = draw(output.logits[row], sampling, index, int(spent.lengths[row]))
+                    drawn = draw(output.logits[row], sampling, index, position)
                     fed[index] = drawn.token
                     margins.append(drawn.margin)
             if sparse and alarmed:
