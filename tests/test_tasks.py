@@ -208,6 +208,18 @@ def test_reading_everything_is_dense_and_reading_the_ends_alone_is_not(tmp_path:
     assert little["text"][0]["oracle_kl"] is None
 
 
+def test_a_long_sample_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[int, int, str]] = []
+    monkeypatch.setattr(measure.terminal.Progress, "__call__", lambda self, *told: said.append(told))
+    evaluate(*SMALL, "--tasks", "niah_single", "--samples", 1, "--no-oracle")
+    of_text = [(2, what) for what in ("", ": 384 of 384 tokens of its prompt", *[": decoding"] * 4)]
+    assert [(total, what.removeprefix("text at 384 tokens")) for done, total, what in said if done == 1] == of_text
+    of_task = [what for done, total, what in said if (done, total) == (0, 2)]
+    assert (
+        of_task[0] == "niah_single" and of_task[-1] == "niah_single: decoding" and "tokens of its prompt" in of_task[1]
+    )
+
+
 def answered(score: float, bytes_read: int = 3) -> Answer:
     return Answer("", score, bytes_read, 10)
 

@@ -91,20 +91,23 @@ class MeasureRequest:
 
 
 def ask(
-    session: Session, question: Question, variants: dict[str, EpsConfig], verify: SpeculativeConfig = UNVERIFIED
+    session: Session, question: Question, variants: dict[str, EpsConfig], verify: SpeculativeConfig, **more: Any
 ) -> dict[str, Answer]:
-    """Every variant's answer to one question, `dense` first; that of `eps` verified where `verify` says so."""
+    """Every variant's answer to one question, `dense` first; that of `eps` verified where `verify` says so. `more`
+    goes to `run_document`."""
     document = Document(question.tokens, question.max_new_tokens, stop=session.spec.eos_token_ids)
     answers = {}
-    for name, outcome in run_document(session, document, variants, verifies={"eps": verify}).items():
+    for name, outcome in run_document(session, document, variants, verifies={"eps": verify}, **more).items():
         text = session.decode(outcome.said[0])
         answers[name] = Answer(text, benchmarks.score(question.sample, text), *outcome.bytes_read())
     return answers
 
 
-def follow_text(session: Session, tokens: list[int], steps: int, variants: dict[str, EpsConfig]) -> dict[str, Followed]:
+def follow_text(
+    session: Session, tokens: list[int], steps: int, variants: dict[str, EpsConfig], **more: Any
+) -> dict[str, Followed]:
     """Return each variant's outcome, fed the text's own last `steps` tokens one by one, as a prefill would be dense."""
-    outcomes = run_document(session, Document.along(tokens, steps), variants)
+    outcomes = run_document(session, Document.along(tokens, steps), variants, **more)
     del outcomes[DENSE]
     return {name: Followed(*one.along_text(), *one.bytes_read()) for name, one in outcomes.items()}
 
@@ -185,7 +188,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
     with file, terminal.Progress("evaluate:", "samples") as progress:
 
         def found(
-            line: Line, names: Iterable[str], kind: type, what: str, work: Callable[[], Mapping[str, Any]]
+            line: Line, names: Iterable[str], kind: type, what: str, work: Callable[..., Mapping[str, Any]]
         ) -> Any:
             """{variant: Answer or Followed, the `kind`} of a sample or document: of its line in the file, else of the
             work that is done now, and kept."""
@@ -193,9 +196,13 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
             asked = there.get(index, line).get("context_tokens") == line["context_tokens"]
             require(asked, f"{what} is another one in {request.out}: write to a new file")
             if index not in there:
-                progress(len(samples) + len(documents), num_samples + num_documents, what)
+                tell = partial(progress, len(samples) + len(documents), num_samples + num_documents)
+                tell(what)
                 try:
-                    did = work()
+                    did = work(
+                        report=lambda done, total: tell(f"{what}: {done:,} of {total:,} tokens of its prompt"),
+                        on_record=lambda record: tell(f"{what}: decoding"),
+                    )
                 except (MemoryError, RuntimeError) as error:
                     kept = "" if request.out is None else f"; {request.out} keeps what was found: start again to go on"
                     raise ConfigError(f"{what} failed ({fault_line(error)}){kept}") from error
@@ -206,7 +213,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise ConfigError(f"{output.path} is damaged at {line['type']} {index}: give another -o") from error
 
-        work: Callable[[], Mapping[str, Any]]
+        work: Callable[..., Mapping[str, Any]]
         tasks, texts, indices = [], [], count()
         for questions in groups:
             answers = []

@@ -205,9 +205,14 @@ def run_batch(
 
 
 def run_document(
-    session: Session, document: Document, variants: Mapping[Any, EpsConfig], **more: Any
+    session: Session,
+    document: Document,
+    variants: Mapping[Any, EpsConfig],
+    report: Callable[[int, int], None] = lambda done, total: None,
+    **more: Any,
 ) -> dict[Any, Outcome]:
-    """One document, prefilled once: `DENSE` first, then every variant, along a text compared with it."""
-    prefixes = [session.prefix(document.prompt[:-1])]
+    """One document, prefilled once: `DENSE` first, then every variant, along a text compared with it. `report` as
+    `generate.prefill` has it."""
+    prefixes = [session.prefix(document.prompt[:-1], report=report)]
     outcomes = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes, **more)
     return {**outcomes, **run_batch(session, [document], variants, prefixes, outcomes[DENSE], **more)}
