@@ -135,8 +135,12 @@ def test_a_run_counts_them(tmp_path: Path) -> None:
         tokens, size = records[0]["prompt_tokens"], records[0]["config"]["group_size"]
         for i, step in enumerate(steps):
             heads = cache["num_layers"] * cache["num_kv_heads"]
-            assert step["bytes_kv_dense"] == (tokens + i) * heads * each[bits]
+            assert step["bytes_kv_dense"] == (tokens + i) * heads * each["16"]
+            assert step["bytes_kv_kept"] == (tokens + i) * heads * each[bits]
             assert step["bytes_kv_read_est"] == step["pages_visited"] * size * each[bits]
+        total = records[-1]
+        assert total["kv_ratio"] == total["bytes_kv_read_est"] / total["bytes_kv_dense"]
+        assert total["kept_ratio"] == pytest.approx(each[bits] / each["16"])
     assert read["16"] != read["8"] != read["8,4"]
 
 

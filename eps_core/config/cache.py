@@ -60,14 +60,20 @@ class CacheSpec:
         """Bytes of K and V of one token in one layer and kv head, scales included."""
         return self._row_bytes(self.k_bits) + self._row_bytes(self.v_bits)
 
+    @property
+    def exact_token_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer and kv head that is not quantised."""
+        return 2 * self._row_bytes(AS_THEY_ARE)
+
     def attended(self, lengths: Sequence[int]) -> list[list[int]]:
         """[L][B]: the tokens that dense attention reads in each layer, of sequences of `lengths` tokens."""
         windows = self.windows or (None,) * self.num_layers
         return [[length if window is None else min(length, window) for length in lengths] for window in windows]
 
     def dense_kv_bytes(self, lengths: Sequence[int]) -> int:
-        """Bytes of K and V that dense attention reads in all layers, of sequences of `lengths` tokens."""
-        return sum(map(sum, self.attended(lengths))) * self.num_kv_heads * self.kv_token_bytes
+        """Bytes of K and V that dense attention reads in all layers, of sequences of `lengths` tokens that are not
+        quantised."""
+        return sum(map(sum, self.attended(lengths))) * self.num_kv_heads * self.exact_token_bytes
 
     def _row_bytes(self, name: FormatName) -> int:
         if name == AS_THEY_ARE:

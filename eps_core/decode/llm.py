@@ -28,7 +28,7 @@ class Generation:
     num_prompt_tokens: int
     finish_reason: Literal["stop", "length"]  # an end-of-text token or stop string, or `max_new_tokens`
     kv_bytes_read: int  # K, V and summaries read by all decode steps
-    kv_bytes_dense: int  # K and V that dense attention reads in the same steps
+    kv_bytes_dense: int  # K and V, not quantised, that dense attention reads in the same steps
     tokens_per_second: float | None  # of decode, prefill left out; None: too short to be timed
     groups_read: int | None  # summed over steps, layers and kv heads; pages with method off; None: speculative
     groups_total: int | None

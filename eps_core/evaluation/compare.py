@@ -150,8 +150,6 @@ def _decode(
     outcome.tokens = tokens_of(outcome.rounds or outcome.records, len(documents))
     outcome.texts = [job.session.decode(one) for one in outcome.tokens]
     outcome.prefill_ms = held.ms
-    if name != "dense":
-        outcome.of_dense = job.session.one_unit().kv_token_bytes / job.dense.one_unit().kv_token_bytes
     outcome.stored = None if held.stored is None else {"ttft_ms": ttft_ms}
     return outcome
 

@@ -68,7 +68,6 @@ class Outcome:
     prefill_ms: float | None = None
     # with a cache folder: `decode.stored.StoredCounts`, and ttft_ms from the start of loading to the first new token
     stored: dict[str, Any] | None = None
-    of_dense: float = 1.0  # bytes of a token in this side's cache over those in the dense side's, by which ratios are
 
     @property
     def logits(self) -> np.ndarray:
@@ -97,9 +96,6 @@ class Outcome:
         summary = made(self.rounds or self.records, self.prefill_ms)
         if self.tokens:  # an engine's first token may come from its prefill, which is no step
             summary["new_tokens"] = sum(map(len, self.tokens))
-        for name in ("kv_ratio", "summary_ratio", "bytes_ratio", "kept_ratio"):
-            if summary.get(name) is not None:
-                summary[name] *= self.of_dense
         return summary
 
     @property

@@ -109,6 +109,7 @@ class StepRecord:
     selected_by_head: np.ndarray = field(repr=False)  # [L, Hkv] int64
     total_by_head: np.ndarray = field(repr=False)  # [L, Hkv] int64
     extended_by_head: np.ndarray | None = field(repr=False)  # [L, Hkv] sequences that strict mode extended
+    bytes_kv_whole: int = field(repr=False)  # of a cache that holds every token in every layer, not quantised
     logits: np.ndarray | None = field(default=None, repr=False)  # [B, V] float32, kept on request
     margins: list[float] = field(default_factory=list, repr=False)  # of each of `tokens`, see `sampling.Drawn`
 
@@ -127,7 +128,7 @@ class StepRecord:
         assert self.pages_visited >= self.pages_always_selected >= 0 and self.pages_skipped >= 0, self
 
 
-_UNWRITTEN = ("timed", "selected_by_head", "total_by_head", "extended_by_head", "logits", "margins")
+_UNWRITTEN = ("timed", "selected_by_head", "total_by_head", "extended_by_head", "bytes_kv_whole", "logits", "margins")
 STEP_KEYS = tuple(f.name for f in fields(StepRecord) if f.name not in _UNWRITTEN)
 
 
@@ -159,7 +160,7 @@ def step_record(
     errors = _by_head(output.layers, "output_error_bound")
     wanted = [int(layer.counts_before_union.sum()) for layer in output.layers if layer.counts_before_union is not None]
     masses = [layer.skipped_mass for layer in output.layers if layer.skipped_mass is not None]
-    held, eviction = sum(lengths) * spec.num_layers * num_heads * spec.kv_token_bytes, output.eviction
+    num_rows, eviction = sum(lengths) * spec.num_layers * num_heads, output.eviction
     record = StepRecord(
         step=step,
         sequences=list(sequences),
@@ -172,7 +173,7 @@ def step_record(
         pages_wanted=sum(wanted) if wanted else None,
         bytes_kv_read_est=output.kv_bytes_read,
         bytes_kv_dense=spec.dense_kv_bytes(lengths),
-        bytes_kv_kept=held if eviction is None else eviction.bytes_kept,
+        bytes_kv_kept=num_rows * spec.kv_token_bytes if eviction is None else eviction.bytes_kept,
         rows_moved=0 if eviction is None else eviction.rows_moved,
         units_freed=0 if eviction is None else eviction.units_freed,
         bytes_summary_read=sum(layer.summary_bytes_read for layer in output.layers),
@@ -198,6 +199,7 @@ def step_record(
         selected_by_head=selected,
         total_by_head=total,
         extended_by_head=extended,
+        bytes_kv_whole=num_rows * spec.exact_token_bytes,
     )
     record.check()
     return record
@@ -265,7 +267,7 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
     median_ms = percentile(decode_ms, 50)
     num_tokens = sum(len(r.tokens) for r in records)
     totals = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
-    dense = totals["bytes_kv_dense"]
+    dense, whole_bytes = totals["bytes_kv_dense"], sum(r.bytes_kv_whole for r in records)
     read = sum(r.bytes_read for r in records)
     estimates = [r.skipped_mass_mean for r in records if r.skipped_mass_mean is not None]
     audited = [r for r in records if r.audited]
@@ -291,7 +293,7 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         "kv_ratio": totals["bytes_kv_read_est"] / dense if dense else None,
         "summary_ratio": totals["bytes_summary_read"] / dense if dense else None,
         "bytes_ratio": read / dense if dense else None,
-        "kept_ratio": totals["bytes_kv_kept"] / dense if dense else None,
+        "kept_ratio": totals["bytes_kv_kept"] / whole_bytes if whole_bytes else None,
         "skipped_mass_mean": float(np.mean(estimates)) if estimates else None,
         "skipped_mass_bound_max": _most(r.skipped_mass_bound_max for r in records),
         "skipped_mass_true_max": _most(r.skipped_mass_true_max for r in audited),
