@@ -16,6 +16,7 @@ import click
 import torch
 from random_models import LLAMA_1B, write_llama
 from safetensors.torch import save_file
+from shared import CELLS, replaced
 
 import eps_cuda
 from eps_core.config.eps import EpsConfig
@@ -24,7 +25,6 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
-from eps_core.io import outputs
 from eps_core.metrics.provenance import provenance
 
 SHAPES = {  # hidden, inner, query heads, kv heads, head_dim, vocabulary, warm and timed steps
@@ -70,26 +70,22 @@ def step_ms(session: Session, prefix: Prefix, batch: int, config: EpsConfig, war
 
 
 @click.command()
-@click.option("--cells", default="65536x4,131072x1,131072x4", show_default=True, help="context x batch, ...")
+@click.option(
+    "--cells", type=CELLS, default="65536x4,131072x1,131072x4", show_default=True, help="context x batch, ..."
+)
 @click.option("--layers", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="8b", show_default=True)
 @click.option("--device", default="cuda", show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-def main(cells: str, layers: int, shape: str, device: str, output: Path) -> None:
+def main(cells: tuple[tuple[int, int], ...], layers: int, shape: str, device: str, output: Path) -> None:
     require(device != "cuda" or torch.cuda.is_available(), "no CUDA device is there: run on a machine with a GPU")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        outputs.Output(output, "-o") as place,
-        outputs.JsonlWriter(place) as out,
-    ):
+    with tempfile.TemporaryDirectory() as folder, replaced(output) as out:
         model, dtype = make_model(Path(folder), shape, layers, device), "bfloat16" if device == "cuda" else "float32"
         session = Session.open(model, "cuda", device, dtype, kernels="triton")
         *_, kv_heads, head_dim, _, warm_steps, num_steps = SHAPES[shape]
         name = torch.cuda.get_device_name() if device == "cuda" else device
         out.write({"type": "run", "device_name": name, **provenance(eps_cuda.versions())})
-        for cell in cells.split(","):
-            context, batch = (int(number) for number in cell.split("x"))
+        for context, batch in cells:
             generator = torch.Generator(device).manual_seed(context)
 
             def random() -> torch.Tensor:

@@ -24,6 +24,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
+from shared import CELLS, replaced
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -31,8 +32,7 @@ import eps_cuda
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.kernel_check import disagreement as disagreement_of_kernels
-from eps_core.errors import exit_code, require
-from eps_core.io import outputs
+from eps_core.errors import ConfigError, exit_code, require
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.metrics.provenance import provenance
 from eps_cuda.bench import bandwidth_variants, capture, stopwatch
@@ -226,12 +226,14 @@ def measure(context: int, batch: int, config: EpsConfig, roof: float, device: st
 
 
 @click.command()
-@click.option("--cells", default="32768x1,65536x4,131072x1,131072x8", show_default=True, help="context x batch, ...")
+@click.option(
+    "--cells", type=CELLS, default="32768x1,65536x4,131072x1,131072x8", show_default=True, help="context x batch, ..."
+)
 @click.option("--settings", default="{}", show_default=True, help='of EPS, as JSON: {"cascade": [], "rescore": 1.0}')
 @click.option("--device", default="cuda", show_default=True, help="cpu: an interpreter, which checks and times nothing")
 @click.option("--check", "only_check", is_flag=True, help="compare kernels with array operations and stop")
 @click.option("-o", "--output", type=click.Path(path_type=Path))
-def main(cells: str, settings: str, device: str, only_check: bool, output: Path | None) -> None:
+def main(cells: tuple[tuple[int, int], ...], settings: str, device: str, only_check: bool, output: Path | None) -> None:
     has_gpu = device == "cuda"
     require(not has_gpu or torch.cuda.is_available(), "no CUDA device is there: run on a machine with a GPU")
     if only_check:
@@ -239,20 +241,22 @@ def main(cells: str, settings: str, device: str, only_check: bool, output: Path 
         return
     require(output is not None, "-o is missing: give a JSONL file")
     assert output is not None
-    config = EpsConfig.of(**{"method": "rq", **json.loads(settings)})
-    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        asked = dict(json.loads(settings))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f'--settings {settings} is no JSON object: write {{"budget": 0.1}}') from error
+    config = EpsConfig.of(**{"method": "rq", **asked})
     name, roof = device, 1.0
     if has_gpu:
         copy, num_bytes = bandwidth_variants(COPY_BYTES, device)["copy"]
         name, roof = torch.cuda.get_device_name(), num_bytes / median_us(copy) / 1000
-    with outputs.Output(output, "-o") as place, outputs.JsonlWriter(place) as out:
+    with replaced(output) as out:
         out.write({
             "type": "run", "device_name": name, **provenance(eps_cuda.versions()), "copy_gbps": round(roof),
             "q_heads": Q_HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": DTYPE[device],
             "config": config.to_dict(),
         })  # fmt: skip
-        for cell in cells.split(","):
-            context, batch = (int(number) for number in cell.split("x"))
+        for context, batch in cells:
             record = measure(context, batch, config, roof, device)
             out.write(record)
             if not has_gpu:

@@ -30,7 +30,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from shared import appended, markdown_table, rows_of
+from shared import CONTEXTS, appended, markdown_table, rows_of
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.speculative import SpeculativeConfig
@@ -244,7 +244,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 @click.command(help=__doc__)
 @click.option("--model", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder of the model.")
-@click.option("--context", default="4096,8000", show_default=True, help="Tokens of the prompt; commas.")
+@click.option(
+    "--context", "contexts", type=CONTEXTS, default="4096,8000", show_default=True, help="Tokens of the prompt; commas."
+)  # fmt: skip
 @click.option("--batch", type=click.IntRange(1, 64), default=1, show_default=True)
 @click.option("--ragged", is_flag=True, help="Prompts of a quarter of the context to all of it.")
 @click.option("--rounds", type=click.IntRange(min=0), default=7, show_default=True, help="Of steps; 0: prompts alone.")
@@ -257,8 +259,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 @click.option("--table", "table_only", is_flag=True, help="Print the table of OUTPUT and measure nothing.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="JSONL; rows are appended.")
 def main(
-    model: Path | None, context: str, batch: int, ragged: bool, rounds: int, steps: int, prefill_up_to: int,
-    prefills: int, llama_python: str | None, gguf: str | None, only: tuple[str, ...], table_only: bool, output: Path,
+    model: Path | None, contexts: tuple[int, ...], batch: int, ragged: bool, rounds: int, steps: int,
+    prefill_up_to: int, prefills: int, llama_python: str | None, gguf: str | None, only: tuple[str, ...],
+    table_only: bool, output: Path,
 ) -> None:  # fmt: skip
     if table_only:
         print(table(rows_of(output, "race")))
@@ -272,7 +275,6 @@ def main(
     unknown = ", ".join(sorted(set(chosen) - set(names)))
     require(not unknown, f"--runner {unknown} takes no part here: choose among {'; '.join(names)}")
     session = Session.open(model, "cuda", "cpu", "bfloat16", config=SPARSE)
-    contexts = [int(one) for one in context.split(",")]
     room = WARM_UP + rounds * steps + 64  # a round of verified decoding may run past its steps
     longest = max(contexts) + room
     limit = session.spec.max_context

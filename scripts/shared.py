@@ -8,9 +8,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
+
+from eps_core.cli.numbers import TOKENS, ListOf
 from eps_core.errors import require
 from eps_core.io import outputs
 from eps_core.tasks.sizing import Encode
+
+
+class Cell(click.ParamType):
+    """(context in tokens, batch), written 65536x4."""
+
+    name = "CELL"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        context, _, batch = value.partition("x")
+        return TOKENS.convert(context, param, ctx), TOKENS.convert(batch, param, ctx)
+
+
+CELLS, CONTEXTS = ListOf(Cell()), ListOf(TOKENS)
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]], rule: str = " --- ") -> str:
@@ -28,6 +44,16 @@ def rows_of(path: Path, *types: str) -> list[dict[str, Any]]:
 def text_of(path: Path) -> str:
     """Return the text of a file, unpacked where gzip packed it."""
     return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text("utf-8")
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[outputs.JsonlWriter]:
+    """Yield what writes the JSONL of a GPU's times anew, lines at once. Raises ConfigError where `path` is another
+    file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    outputs.check_start("-o", path, b'{"type": "run", "device_name": ', "JSONL of this script")
+    with outputs.Output(path, "-o") as output, outputs.JsonlWriter(output) as writer:
+        yield writer
 
 
 @contextmanager

@@ -105,19 +105,23 @@ def test_a_shells_list_does_not_make_its_first_file_the_output(
 
 SHORT = ["--context", "60", "--steps", "2", "--backend", "numpy"]
 WRITE: dict[str, list[str]] = {
-    "run": ["run", "--prompt", "x", "--max-new-tokens", "2", "--backend", "numpy", "--metrics"],
+    **{
+        f"run {flag}": ["run", "--prompt", "x", "--max-new-tokens", "2", "--backend", "numpy", "--method", "box", flag]
+        for flag in ("--metrics", "--csv", "--plot")
+    },
     "capture": ["capture", *SHORT, "-o"],
     "calibrate": ["calibrate", *SHORT, "--sink-tokens", "2", "--recent-tokens", "8", "-o"],
     "replay": ["replay", "c", "--backend", "numpy", "--method", "box", "--budgets", "0.5", "-o"],
     "bench": ["bench", "-o"],
     "serve": ["serve", "--engine", "mlx-lm", "--metrics"],
 }
+OF_A_MODEL = ("run", "capture", "calibrate")
 
 
 @pytest.mark.parametrize("command", WRITE)
 def test_a_command_writes_over_its_own_files_alone(command: str, model: Path, place: Path) -> None:
     line, out = WRITE[command], place / "out"
-    line = [*line[:-1], "--model", str(model), line[-1]] if command in ("run", "capture", "calibrate") else line
+    line = [*line[:-1], "--model", str(model), line[-1]] if command.split()[0] in OF_A_MODEL else line
     for content in ('{"type": "run", "kind": "evaluate", "config": {}}\n', "notes", '{"a": 1}'):
         out.write_text(content)
         assert f"{line[-1]} out is there and is no" in refusal([*line, "out"])

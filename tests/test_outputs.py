@@ -223,6 +223,10 @@ def test_what_a_killed_writer_had_written_is_not_kept(tmp_path: Path) -> None:
     assert out.read_text() == "whole" and names(tmp_path) == ["out"]
     (tmp_path / "usual").touch()
     assert out.stat().st_mode == (tmp_path / "usual").stat().st_mode
+    out.chmod(0o600)
+    with outputs.replacing(out) as file:
+        file.write("private")
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600 and out.read_text() == "private"
 
 
 def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
@@ -321,12 +325,12 @@ def test_evaluate_keeps_what_it_found_and_goes_on(
     stop: list[Any] = [KeyboardInterrupt(), MemoryError(), RuntimeError("fault"), ConfigError("NaN"), OSError("x")]
 
     def once(work: Any) -> Any:
-        def found(session: Any, what: Any, *more: Any) -> Any:
+        def found(session: Any, what: Any, *more: Any, **told: Any) -> Any:
             if len(asked) % 2:
                 asked.append("stopped")
                 raise stop[len(asked) % len(stop)]
             asked.append("asked")
-            return work(session, what, *more)
+            return work(session, what, *more, **told)
 
         return found
 

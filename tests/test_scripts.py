@@ -60,6 +60,8 @@ def test_a_python_script_prints_its_usage_or_refuses(name: str, tmp_path: Path) 
         ("methods", "--model . -o config.json", f"is config.json of --model .{TAKEN}"),
         ("training", "-o . --checkpoint c.safetensors", f"is c.safetensors of -o .{TAKEN}"),
         ("whole_step", "-o c.safetensors", "c.safetensors is there and is no JSONL: give another path"),
+        ("gpu_times.py", "--device cpu -o config.json", "config.json is there and is no JSONL of this script"),
+        ("gpu_times.py", "--device cpu --settings { -o new", "--settings { is no JSON object"),
     ],
 )
 def test_a_script_names_what_the_user_can_mend_in_one_line(

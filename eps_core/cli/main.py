@@ -181,6 +181,8 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         | {"--model": flags["model"] or DEMO_MODEL},
     )
     outputs.check_start("--metrics", flags["metrics"], *outputs.METRICS)
+    outputs.check_start("--csv", flags["csv"], b"step,", "CSV of run")
+    outputs.check_start("--plot", flags["plot"], *outputs.PAGE)
     given = given_flags(ctx, flags)
     config = config_of(flags, given, auto_min_context=True)
     keep = eviction_of(flags, given, config)

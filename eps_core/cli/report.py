@@ -36,7 +36,7 @@ def report_command(results: tuple[Path, ...], out: Path) -> None:
     """
     outputs.check({"-o": out}, {"results": results})
     outputs.check_distinct("results", results)
-    outputs.check_start("-o", out, b"<", "HTML page")
+    outputs.check_start("-o", out, *outputs.PAGE)
     from eps_core.report.load import load_results
     from eps_core.report.page import page
 

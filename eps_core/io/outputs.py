@@ -133,7 +133,9 @@ def check(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | Sequen
         taken[_identity(file)] = f"{flag} {path}"
 
 
-METRICS = b'{"type": "run", "config": ', "JSONL of run --metrics"  # for `check_start`
+# for `check_start`
+METRICS = b'{"type": "run", "config": ', "JSONL of run --metrics"
+PAGE = b"<", "HTML page"
 
 
 def check_start(flag: str, path: Path | None, start: bytes, kind: str, skipped: int = 0) -> None:
@@ -250,6 +252,8 @@ class Output:
             yield file
         if self._partial is not None and self.file is not None:
             try:
+                with suppress(OSError):  # it is new, or its file system has no such modes
+                    os.fchmod(self._handle, stat.S_IMODE(os.stat(self.file).st_mode))
                 os.replace(self._partial, self.file)
             except OSError as error:
                 raise _failed(self.path, error) from error
