@@ -5,6 +5,6 @@
 # Usage: scripts/demo.sh [flags of `eps-proto run`]
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
-cd "$(dirname "$0")/.."
-venv=$(scripts/setup.sh)
-exec "$venv/bin/python" scripts/demo.py "$@"
+scripts=$(dirname "$0")
+venv=$("$scripts/setup.sh")
+exec "$(absolute "$venv")/bin/python" "$scripts/demo.py" "$@"

@@ -10,7 +10,8 @@ venv=$(scripts/setup.sh mlx,cuda,dev)
 scripts/test_vllm.sh --install
 models=${EPS_MODEL_CACHE:-$HOME/.cache/eps/models}
 mkdir -p "$models"
-rm -f "$out/engine_speed.jsonl"
+rows=$out/engine_speed.new.jsonl  # they are appended: it takes its place when all are there
+rm -f "$rows"
 export PYTHONPATH=$PWD
 # Huge pages for weights of both sides: in small ones the first engine of a process, that with EPS, multiplied a
 # fifth to two fifths slower than the second.
@@ -19,7 +20,8 @@ for cell in smollm2:4096,8000 qwen-coder:4096,8192,16384,32000; do
   model=${cell%%:*}
   "$venv/bin/python" scripts/get_model.py "$model" "$models/$model"
   measure=(scripts/experiments/engine_speed/run.py --models "$models/$model" --context "${cell#*:}"
-    -o "$out/engine_speed.jsonl" --engine)
+    -o "$rows" --engine)
   "$venv/bin/python" "${measure[@]}" transformers,mlx-lm
   "${EPS_VLLM_VENV:-.venv-vllm}/bin/python" "${measure[@]}" vllm
 done
+mv "$rows" "$out/engine_speed.jsonl"

@@ -12,7 +12,8 @@ set -uo pipefail
 python=$(command -v "${PYTHON:-python3}") || { echo "error: ${PYTHON:-python3} is not there: set PYTHON" >&2; exit 2; }
 python=$(realpath -s "$python")
 cd "$(dirname "$0")/.."
-out=${OUT:-results/gpu}
+out=$(absolute "${OUT:-}")
+out=${out:-results/gpu}
 . scripts/phases.sh
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" EPS_TEST_BACKENDS=cuda
 needed='torch, triton, numpy, click, pytest, hypothesis, tokenizers, safetensors, ml_dtypes, transformers'

@@ -9,6 +9,10 @@ for argument in "$@"; do
   esac
 done
 
+# absolute PATH: as the user wrote it, from where the user stands; nothing of nothing.
+here=$PWD
+absolute() { case $1 in /* | '') echo "$1" ;; *) echo "$here/$1" ;; esac; }
+
 # at_most N ARGUMENT...: N operands and no flag, else exit status 2.
 at_most() {
   local most=$1 argument
@@ -28,7 +32,8 @@ at_most() {
 begin() {
   at_most 1 "$@"
   cd "$(dirname "$0")/.."
-  out=${1:-results} started=$(date +%s)
+  out=$(absolute "${1:-}") started=$(date +%s)
+  out=${out:-results}
   mkdir -p "$out"
 }
 

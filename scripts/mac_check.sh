@@ -11,8 +11,6 @@
 set -uo pipefail
 . "$(dirname "$0")/help.sh"
 python=$(command -v "${PYTHON:-python3}") || { echo "error: ${PYTHON:-python3} is not there: set PYTHON" >&2; exit 2; }
-here=$PWD
-absolute() { case $1 in /* | '') echo "$1" ;; *) echo "$here/$1" ;; esac; }
 python=$(absolute "$python")
 cd "$(dirname "$0")/.."
 out=$(absolute "${OUT:-}") model=$(absolute "${MODEL:-}")

@@ -15,7 +15,8 @@ mkdir -p "$models"
 for model in smollm2 ${EPS_SPEED_LONG:+qwen-coder}; do
   $python scripts/get_model.py "$model" "$models/$model"
 done
-rm -f "$out"/speed-*.jsonl "$out/whole_step.jsonl"
+steps=$out/whole_step.new.jsonl  # rows are appended: it takes its place when all are there
+rm -f "$steps"
 for backend in cuda mlx; do
   shape=(--backend "$backend" --context 32768 --dtype bfloat16,float32)
   $python -m eps_core.cli bench "${shape[@]}" --method rq --bytes 0.1 -o "$out/speed-fine-$backend.jsonl"
@@ -24,8 +25,9 @@ $python -m eps_core.cli bench --backend cuda --scaling --dtype bfloat16 --method
   -o "$out/speed-scaling.jsonl"
 step() { # MODEL CONTEXT
   $python scripts/experiments/whole_step/run.py --models "$models/$1" --context "$2" --backend cuda \
-    --dtype bfloat16 -o "$out/whole_step.jsonl"
+    --dtype bfloat16 -o "$steps"
 }
 step smollm2 8000
 if [ -n "${EPS_SPEED_LONG:-}" ]; then step qwen-coder 32000; fi
+mv "$steps" "$out/whole_step.jsonl"
 $python scripts/speed_tables.py "$out"

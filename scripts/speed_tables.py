@@ -98,6 +98,8 @@ def gpu_table(folder: Path) -> str:
     """Return microseconds of one layer on a GPU, in all ways."""
     found, rows = {kind: gpu_cells(folder, kind) for kind in GPU_FILES}, []
     for (context, batch), one in found["at once"].items():
+        if any((context, batch) not in known for known in found.values()):
+            continue  # its file ends before it
         floor, own = one["dense_at_90_percent_us"], one["dense_us"]["own"]
         steps = [found[kind][context, batch]["step_us"] for kind in GPU_FILES]
         times = min(floor, *one["dense_us"].values()) / one["step_us"]
@@ -111,7 +113,7 @@ def gpu_table(folder: Path) -> str:
 def gpu_kernels_table(folder: Path) -> str:
     """Return microseconds of each kernel of a layer on a GPU, codes read at once."""
     found, rows = gpu_cells(folder, "at once"), []
-    for name in next(iter(found.values()))["kernels"]:
+    for name in dict.fromkeys(name for one in found.values() for name in one["kernels"]):
         known = name.strip("_") if name.startswith(("_", "attend", "merge", "write")) else "clearing of counters"
         rows.append([f"`{known}`", *(f"{one['kernels'].get(name, {}).get('us', 0):.1f}" for one in found.values())])
     busy = (sum(kernel["us"] for kernel in one["kernels"].values()) for one in found.values())
@@ -129,15 +131,15 @@ def gpu_step_table(folder: Path) -> str:
     return table("context x batch", "layers", "dense, ms", "EPS, ms", "dense / EPS", rows=rows)
 
 
-# the table, the raw files that it is of (any of them), and the script that makes these
-TABLES: dict[str, tuple[Callable[[Path], str], str, str]] = {
-    "layer": (layer_table, "speed-fine-*.jsonl", "speed.sh"),
-    "scaling": (scaling_table, "speed-scaling.jsonl", "speed.sh"),
-    "steps": (step_table, "whole_step.jsonl", "speed.sh"),
-    "engines": (engine_table, "engine_speed.jsonl", "engine_speed.sh"),
-    "gpu": (gpu_table, "gpu/times*.jsonl", "gpu_check.sh"),
-    "gpu-kernels": (gpu_kernels_table, "gpu/times-at-once.jsonl", "gpu_check.sh"),
-    "gpu-steps": (gpu_step_table, "gpu/step.jsonl", "gpu_check.sh"),
+# the table, the raw files that it is of (one of each pattern), and the script that makes these
+TABLES: dict[str, tuple[Callable[[Path], str], Sequence[str], str]] = {
+    "layer": (layer_table, ["speed-fine-*.jsonl"], "speed.sh"),
+    "scaling": (scaling_table, ["speed-scaling.jsonl"], "speed.sh"),
+    "steps": (step_table, ["whole_step.jsonl"], "speed.sh"),
+    "engines": (engine_table, ["engine_speed.jsonl"], "engine_speed.sh"),
+    "gpu": (gpu_table, [f"gpu/{name}" for name in GPU_FILES.values()], "gpu_check.sh"),
+    "gpu-kernels": (gpu_kernels_table, ["gpu/times-at-once.jsonl"], "gpu_check.sh"),
+    "gpu-steps": (gpu_step_table, ["gpu/step.jsonl"], "gpu_check.sh"),
 }
 
 
@@ -154,7 +156,7 @@ def main() -> None:
     for name in args.tables or TABLES:
         made, files, script = TABLES[name]
         absent = f"Not measured with the current default (`scripts/{script}`)."
-        parts.append(made(args.folder) if any(args.folder.glob(files)) else absent)
+        parts.append(made(args.folder) if all(any(args.folder.glob(one)) for one in files) else absent)
     print("\n\n".join(parts))
 
 

@@ -7,7 +7,7 @@ set -euo pipefail
 . "$(dirname "$0")/help.sh"
 at_most 1 "$@"
 cd "$(dirname "$0")/.."
-out=${1:-trace}
+out=$(absolute "${1:-trace}")
 mkdir -p "$out"
 read -ra flags <<< "${EPS_TRACE_FLAGS:---method rq --max-new-tokens 64}"
 if nvidia-smi -L > /dev/null 2>&1; then

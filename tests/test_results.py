@@ -53,6 +53,19 @@ def test_every_table_of_measured_rows_is_published() -> None:
     assert names == published and sum(table.count("\n|") for _, _, table in blocks()) > 150
 
 
+def test_a_gpu_table_is_of_the_cells_that_all_files_have(tmp_path: Path) -> None:
+    folder = shutil.copytree(RESULTS / "gpu", tmp_path / "gpu")
+    lines = (folder / "times.jsonl").read_text().splitlines(keepends=True)
+    (folder / "times.jsonl").write_text("".join(lines[:2]))
+    assert speed_tables.gpu_table(tmp_path).count("\n") == 2 < speed_tables.gpu_table(RESULTS).count("\n")
+    (folder / "times-at-once.jsonl").write_text("".join(lines[:1]))
+    assert speed_tables.gpu_kernels_table(tmp_path).count("\n") == 2  # the gaps of no cell
+    (folder / "times-first.jsonl").unlink()
+    line = [sys.executable, ROOT / "scripts" / "speed_tables.py", tmp_path, "gpu"]
+    said = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert said.stdout == "Not measured with the current default (`scripts/gpu_check.sh`).\n"
+
+
 def test_a_table_that_differs_is_found_and_remade(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

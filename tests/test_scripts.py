@@ -49,6 +49,23 @@ def test_a_shell_script_refuses_what_it_does_not_know(name: str, arguments: list
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
 
 
+def test_paths_are_read_from_where_the_user_stands(copy: Path, tmp_path: Path) -> None:
+    user, python = tmp_path / "user", tmp_path / "venv" / "bin" / "python"
+    for folder in (user, python.parent):
+        folder.mkdir(parents=True)
+    for file, line in ((copy / "setup.sh", "echo ../venv"), (python, 'echo "$PWD" "$@"')):
+        file.write_text(f"#!/bin/sh\n{line}\n")
+        file.chmod(0o755)
+
+    def said(*line: object) -> str:
+        return subprocess.run([*map(str, line)], cwd=user, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert said("../scripts/demo.sh", "--prompt-file", "t.txt") == f"{user} ../scripts/demo.py --prompt-file t.txt"
+    begun = """. "$(dirname "$0")/help.sh"; begin "$@"; echo "$out" """
+    assert said("bash", "-c", begun, "../scripts/speed.sh", "mine") == f"{user}/mine" and (user / "mine").is_dir()
+    assert said("bash", "-c", begun, "../scripts/speed.sh") == "results" and (tmp_path / "results").is_dir()
+
+
 @pytest.mark.parametrize("name", PYTHON)
 def test_a_python_script_prints_its_usage_or_refuses(name: str, tmp_path: Path) -> None:
     prints_its_usage_or_refuses(name, tmp_path)
