@@ -173,7 +173,7 @@ def test_the_demo_answers_its_needle_with_eps_on() -> None:
     assert result["layer"]["context"] == 32768 and result["layer"]["bytes_ratio"] < 0.15
     times = f"{result['layer']['best_dense_ms']:.2f} +{result['layer']['step_ms']:.2f}"
     assert re.search(rf"8B model's layer, rq, 32,768 tokens: ms +{times}\n", done.stdout)
-    assert "2 warm-up steps left out" in done.stdout
+    assert "(warm-up left out: 2 steps)" in done.stdout
 
 
 @pytest.mark.parametrize("fault", [ConfigError("needs 3 GiB"), MemoryError(), RuntimeError("no such kernel")], ids=repr)

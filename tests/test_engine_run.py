@@ -48,6 +48,10 @@ def test_an_engine_says_and_reads_what_our_own_decoder_does(engine: str, model: 
     assert [step["type"] for step in steps] == ["step"] * 6
     assert [step["tokens"] for step in steps] == [[token] for token in own["tokens"]]
     assert summary["bytes_ratio"] == own["bytes_ratio"] and summary["dense"]["bytes_ratio"] == 1
+    assert run["prompt_tokens"] == summary["prompt_tokens"] == own["prompt_tokens"]
+    assert summary["tokens_equal"] is own["tokens_equal"]
+    assert outcome(["report", "steps.jsonl", "-o", "steps.html"], tmp_path).code in (None, 0)
+    assert f"{engine} on {theirs['device']}" in (tmp_path / "steps.html").read_text()
     rows = list(csv.DictReader((tmp_path / "steps.csv").open()))
     assert [int(row["pages_visited"]) for row in rows] == [step["pages_visited"] for step in steps]
 

@@ -82,6 +82,7 @@ def test_verified_text_over_codes_is_compared_with_the_dense_run_over_them(model
     done = ran(model, tmp_path, "--kv-bits", "4", *BOX, "--eps-verify", "tokens")
     assert columns(done) == ["dense, int4", "EPS, int4"] and last(done)["tokens_equal"]
     assert "codes   int4: KL " in done.out
+    assert re.search(r"ms a token, p50 / p95 \(warm-up left out: 2 steps, \d rounds\)", done.out)
 
 
 def test_stored_prompts_are_of_the_side_with_codes(model: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from eps_core.decode.stored import check as check_stored
 from eps_core.errors import require
 from eps_core.evaluation.codes_error import codes_error
 from eps_core.evaluation.evicted import EvictedCaches
-from eps_core.evaluation.outcomes import Ran, alike, prompt_line, report
+from eps_core.evaluation.outcomes import Ran, prompt_line, report, summary_line
 from eps_core.evaluation.pays import timing
 from eps_core.evaluation.prefilled import Caches, Job, Prefilled, prefilled
 from eps_core.evaluation.request import RunRequest
@@ -274,27 +274,18 @@ def run(request: RunRequest, out: TextIO, display: Display | None = None) -> dic
             for side in (dense, eps):
                 if side is not None and side.stored is not None:
                     side.stored = {**asdict(held.stored.counts), **side.stored}
-        both = alike(dense, eps)
         main = eps or dense
         assert main is not None
         if metrics is not None:
-            metrics.write(
-                {
-                    "type": "summary",
-                    **main.summary(),
-                    "prompt_tokens": sum(job.prompt_lengths),
-                    "tokens_equal": None if both is None else all(both),
-                    "dense": dense.summary() if dense is not None and eps is not None else None,
-                    **divergence.summary(),
-                    **({} if main.stored is None else {"stored": main.stored}),
-                }
-            )
+            stored = {} if main.stored is None else {"stored": main.stored}
+            metrics.write(summary_line(job.prompt_lengths, dense, eps, {**divergence.summary(), **stored}))
         if csv is not None:
             write_csv(csv, main.rounds or main.records, ROUND_KEYS if main.rounds else STEP_KEYS)
         if request.plot is not None and reads is not None and eps is not None:
             request.plot(_trace(job, reads, dense, eps, divergence))
         layer = None  # last: what was asked for is there and written
-        if request.layer is not None and job.answer is not None and both is not None and request.method_is_default:
+        compared = dense is not None and eps is not None
+        if request.layer is not None and job.answer is not None and compared and request.method_is_default:
             layer = request.layer(session)
         ran = Ran(
             {

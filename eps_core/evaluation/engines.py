@@ -17,7 +17,7 @@ from eps_core.decode.prompts import encode_prompts
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import texts_and_answer
-from eps_core.evaluation.outcomes import Ran, prompt_line, report
+from eps_core.evaluation.outcomes import Ran, prompt_line, report, summary_line
 from eps_core.evaluation.pays import PaysFrom, timing
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import Outcome
@@ -97,7 +97,8 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         if whole is not None:
             identity |= {"sparse_layers": len(plan.sparse), "num_layers": plan.num_layers, "bytes_ratio_model": whole}
         if lines is not None:
-            _write_metrics(stack.enter_context(outputs.JsonlWriter(lines)), request, plan, identity, dense, sparse)
+            writer = stack.enter_context(outputs.JsonlWriter(lines))
+            _write_metrics(writer, request, plan, identity, lengths, dense, sparse)
         if csv is not None:
             write_csv(csv, sparse.rounds or sparse.records, ROUND_KEYS if verified else STEP_KEYS)
         ran = Ran(
@@ -225,8 +226,8 @@ def _print_header(
 
 
 def _write_metrics(
-    writer: outputs.JsonlWriter, request: RunRequest, plan: Plan, identity: dict[str, Any], dense: Outcome | None,
-    sparse: Outcome,
+    writer: outputs.JsonlWriter, request: RunRequest, plan: Plan, identity: dict[str, Any], lengths: list[int],
+    dense: Outcome | None, sparse: Outcome,
 ) -> None:  # fmt: skip
     """The same lines as of our own decoders: a run, its sparse steps, a summary."""
     writer.write(
@@ -237,6 +238,7 @@ def _write_metrics(
             **identity,
             **plan.to_dict(),
             "sampling": vars(request.sampling),
+            "prompt_tokens": sum(lengths),
             "max_new_tokens": request.max_new_tokens,
             **provenance.provenance(identity["versions"]),
         }
@@ -244,4 +246,4 @@ def _write_metrics(
     for record in sparse.rounds or sparse.records:
         writer.write(record.to_dict())
     whole = {name: identity[name] for name in ("bytes_ratio_model",) if name in identity}
-    writer.write({"type": "summary", **sparse.summary(), **whole, "dense": dense.summary() if dense else None})
+    writer.write(summary_line(lengths, dense, sparse, whole))

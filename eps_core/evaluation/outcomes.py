@@ -71,6 +71,23 @@ def alike(dense: Outcome | None, sparse: Outcome | None) -> list[bool] | None:
     return [a == b for a, b in zip(sparse.tokens, dense.tokens, strict=True)]
 
 
+def summary_line(
+    prompt_lengths: Sequence[int], dense: Outcome | None, sparse: Outcome | None, more: dict[str, Any]
+) -> dict[str, Any]:
+    """The last line of `--metrics`: of the sparse side, the dense side's in it, or of the one that ran alone; with
+    `more` keys."""
+    main, same = sparse or dense, alike(dense, sparse)
+    assert main is not None
+    return {
+        "type": "summary",
+        **main.summary(),
+        "prompt_tokens": sum(prompt_lengths),
+        "tokens_equal": None if same is None else all(same),
+        "dense": dense.summary() if dense is not None and sparse is not None else None,
+        **more,
+    }
+
+
 def report(
     ran: Ran,
     dense: Outcome | None,

@@ -280,9 +280,11 @@ def run_table(
         return (name, *(_number(side[key] if side else None, form) for side in (dense, eps)))  # type: ignore[return-value]
 
     known = eps or {}
-    rounds, left_out = "rounds" in known, (eps or dense or {}).get("warm_up_steps")
-    of, unit = (" a token", "rounds") if rounds else ("", "steps")
-    left = f" ({left_out} warm-up {unit} left out)" if left_out else ""
+    rounds, sides = "rounds" in known, [side for side in (dense, eps) if side]
+    of = " a token" if rounds else ""
+    left_out = [f"{side['warm_up_steps']} {'rounds' if 'rounds' in side else 'steps'}" for side in sides]
+    warm_up = any(side["warm_up_steps"] for side in sides)
+    left = f" (warm-up left out: {', '.join(dict.fromkeys(left_out))})" if warm_up else ""
     groups = (
         ("groups in all", "total"),
         ("  selected", "visited"),

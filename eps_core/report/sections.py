@@ -288,9 +288,9 @@ def _runs(runs: list[Line]) -> Part:
             **run["summary"], **{f"dense_{key}": value for key, value in (run["summary"].get("dense") or {}).items()},
             "file": run["file"], "num_steps": len(run["steps"]), "method": of.run_setting(run, "method"),
             "policy": of.run_setting(run, "policy"),
-            "backend": f"{run['run'].get('backend', '?')} on {run['run'].get('device', '?')}",
+            "backend": f"{head.get('backend', head.get('engine', '?'))} on {head.get('device', '?')}",
         }
-        for run in runs
+        for run, head in ((run, run["run"]) for run in runs)
     ]  # fmt: skip
     columns: tuple[tuple[str, Callable[[Line], str]], ...] = (
         *((name, itemgetter(name)) for name in ("file", "method", "policy", "backend")),
