@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up, fetches a small chat model once (SmolLM2-135M, 269 MB, into ~/.cache/eps/models or the folder
+# Sets everything up, fetches a small chat model once (SmolLM2-135M, 270 MB, into ~/.cache/eps/models or the folder
 # $EPS_MODEL_CACHE), and answers a question about a long document with it, dense and with EPS. Without a network the
 # embedded model answers a question of its own.
 # Usage: scripts/demo.sh [flags of `eps-proto run`]

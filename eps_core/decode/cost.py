@@ -2,8 +2,8 @@
 
 The result is an estimate, from medians of a few calls over random keys, which on a CPU are in no cache, as after the
 weights and the other layers of a step; it changes what is read below it, and so the
-output there: dense. It is kept in `$XDG_CACHE_HOME/eps/costs.json` (default `~/.cache`), one entry for everything that
-it depends on. On a GPU the calls of one layer are timed one by one, while a decode step may replay a graph: sparse
+output there: dense. It is kept in `costs.json` of the cache folder (`io.caches`), one entry for everything that it
+depends on. On a GPU the calls of one layer are timed one by one, while a decode step may replay a graph: sparse
 attention then pays earlier than this says. What error bounds and strict mode cost is left out.
 """
 

@@ -107,7 +107,7 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
     weights = [r.bytes_weights for r in records if r.bytes_weights is not None]
     return {
         **summarise([]),
-        **dict.fromkeys(("pages_total", "pages_visited", "pages_skipped", "pages_always_selected")),
+        **dict.fromkeys(("pages_total", "pages_visited", "pages_skipped", "pages_always_selected", "bytes_kv_kept")),
         "rounds": len(records),
         "rounds_drafted": sum(1 for r in records if sum(r.drafted)),
         "new_tokens": num_tokens,
