@@ -15,6 +15,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm_models import prompts, tiny, together
 from test_hook_mlx_lm import assert_empty, pool_of
+from test_hook_mlx_lm_plan import ODD, odd_llama
 
 from eps_core.errors import ConfigError
 from eps_core.integrations.layers import SparseAttention
@@ -164,6 +165,19 @@ def contents(cache: Any) -> Any:
     return (cache.keys, cache.values) if isinstance(cache, RotatingKVCache) else cache.keys_and_values()
 
 
+def test_a_prompt_that_is_only_read_is_in_the_cache_whole() -> None:
+    model, (prompt,) = tiny("llama"), prompts(290)
+    plain = said(model, prompt)
+    with eps(model, **VERIFIED):
+        cache, told = make_prompt_cache(model), list[tuple[int, int]]()
+        steps = STEPS.generate_step(
+            mx.array(prompt[:-1]), model, max_tokens=0, prompt_cache=cache,
+            prompt_progress_callback=lambda *numbers: told.append(numbers),
+        )  # fmt: skip
+        assert not list(steps) and told == [(0, 289), (288, 289), (289, 289)]
+        assert cache[0].offset == 289 and said(model, prompt[-1:], cache) == plain
+
+
 def test_summaries_after_rounds_are_those_of_dense_decoding() -> None:
     model, (prompt,) = tiny("llama"), prompts(270)
     estimates, plain = [], said(model, prompt, most=40)
@@ -203,6 +217,9 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
     model, (prompt,) = tiny("lfm2"), prompts(290)
     with eps(model, **VERIFIED), pytest.raises(ConfigError, match="keeps a ArraysCache"):
         said(model, prompt)
+    model = tiny("llama")
+    with eps(model, **VERIFIED), pytest.raises(ValueError, match="must be provided"):
+        said(model, [])
     with pytest.raises(ConfigError, match="in mlx-lm"), eps(tiny("llama"), **VERIFIED, draft_weights="4bit"):
         pass
     assert STEPS.generate_step is stock_step
@@ -215,8 +232,11 @@ def test_the_loop_shows_its_own_parameters_while_eps_is_on() -> None:
         assert inspect.signature(STEPS.generate_step) == inspect.signature(stock_step)
 
 
-def test_a_round_that_something_ends_is_taken_back() -> None:
-    model, (prompt,) = tiny("llama"), prompts(290)
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_round_that_something_ends_is_taken_back(odd: bool) -> None:
+    """Out of layers that stay dense, too: the second of the odd model's."""
+    kind, more, _ = ODD["kv heads"]
+    model, (prompt,) = odd_llama(kind, **more) if odd else tiny("llama"), prompts(290)
     plain = said(model, prompt)
     with eps(model, **VERIFIED, draft=3):
         cache, calls = make_prompt_cache(model), []
@@ -234,5 +254,5 @@ def test_a_round_that_something_ends_is_taken_back() -> None:
                 said(model, prompt, cache)
         finally:
             type(model).__call__ = forward
-        assert cache[0].offset == 289 and pool_of(model).round is None
+        assert {one.offset for one in cache} == {289} and pool_of(model).round is None
         assert said(model, prompt[-1:], cache) == plain

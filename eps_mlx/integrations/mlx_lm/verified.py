@@ -41,6 +41,9 @@ def verified_step(prompt: mx.array, model: Any, *args: Any, **kwargs: Any) -> It
         pool.sparse.rounds.undrafted(what)
         yield from names.stock_step(prompt, model, *args, prompt_cache=cache, **kwargs)
         return
+    if not len(prompt):  # mlx-lm's loop refuses it
+        yield from names.stock_step(prompt, model, *args, prompt_cache=cache, **kwargs)
+        return
     for one in cache:
         if not isinstance(one, EpsKVCache) and type(one) not in (KVCache, RotatingKVCache):
             raise ConfigError(
@@ -93,7 +96,7 @@ class _Text:
             mx.clear_cache()
         last: Any = prompt[-1].item()
         fed, num_said, num_rounds = int(last), 0, 0
-        lacking: int | None = None  # a token that was said and is not in the cache yet
+        lacking: int | None = fed  # a token that is not in the cache yet
         while num_said != self.max_tokens:
             room = self.max_tokens - num_said if self.max_tokens > 0 else self.rounds.verify.most + 1
             tokens, logprobs = self._round(fed, room)
@@ -117,10 +120,12 @@ class _Text:
             num_rounds += 1
             if num_rounds % 32 == 0:
                 mx.clear_cache()
+        if not num_said:
+            self.on_progress(len(prompt), len(prompt))
         self._feed(lacking)
 
     def _feed(self, token: int | None) -> None:
-        """Put a token that was said into the cache."""
+        """Put a token into the cache."""
         if token is not None:
             self.model(mx.array([[token]], mx.uint32), cache=self.cache)
             mx.async_eval([one.state for one in self.cache])
@@ -160,6 +165,9 @@ class _Text:
             if not num_kept:
                 for one in self.own:
                     one.columns = length
+                for one in self.cache:
+                    if type(one) is KVCache:
+                        one.offset = length
             row.edits += 1
             pool.end_round(num_kept)
         mx.async_eval([one.state for one in self.cache])
