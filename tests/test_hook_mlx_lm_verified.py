@@ -4,6 +4,7 @@ round leaves in the caches is what dense decoding leaves there. The engine is in
 import inspect
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import mlx_lm
 import mlx_lm.generate
 import numpy as np
 import pytest
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm_models import prompts, tiny, together
 from test_hook_mlx_lm import assert_empty, pool_of
@@ -211,6 +212,25 @@ def test_batches_and_other_caches_are_dense_and_mlx_lms_own(caplog: pytest.LogCa
         )
         assert [token for token, _, _ in steps] == alone
     assert len([one for one in caplog.records if "decoded densely" in one.message]) == 1
+
+
+def test_a_batch_of_one_prompt_is_told_to_be_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = tiny("llama"), prompts(150)
+    plain = together(model, batch, [], 8)[0]
+    with eps(model, **VERIFIED), caplog.at_level(logging.WARNING, "eps"):
+        assert together(model, batch, [], 8)[0] == plain
+    assert [one.message.split(" is ")[0] for one in caplog.records] == ["eps: a batch"]
+
+
+def test_a_loaded_cache_that_another_model_holds_is_refused(tmp_path: Path) -> None:
+    """Nothing in a file says whose it is: a model of the same shape that had EPS put on later gets it."""
+    model, (prompt,), file = tiny("llama"), prompts(290), str(tmp_path / "cache.safetensors")
+    with eps(model, **VERIFIED):
+        cache = make_prompt_cache(model)
+        plain = said(model, prompt, cache)
+        save_prompt_cache(file, cache)
+        with eps(tiny("llama", seed=1), **VERIFIED), pytest.raises(ConfigError, match="blocks of another model"):
+            said(model, plain[-1:], load_prompt_cache(file))
 
 
 def test_what_cannot_be_is_refused_in_a_line() -> None:

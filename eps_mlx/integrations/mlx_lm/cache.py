@@ -108,7 +108,7 @@ class PagedKVCache(_BaseCache, Attends):
 
         pool, lengths = self.pool, self.lengths
         if queries.shape[2] > 1 or not all(lengths) or self.end is not None or not pool.decodes_sparsely:
-            if len(lengths) > 1 and pool.sparse.rounds is not None:
+            if pool.sparse.rounds is not None and (len(lengths) > 1 or isinstance(self, EpsBatchKVCache)):
                 pool.sparse.rounds.undrafted("a batch")
             out = dense()
         else:
