@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
-from mlx_lm_models import alone, prompts, tiny
+from mlx_lm_models import alone, prompts, teacher_forced, tiny
 from test_hook_mlx_lm import SMALL, assert_empty, assert_equal, pool_of
 
 from eps_core.errors import ConfigError
@@ -63,6 +63,28 @@ def test_a_saved_cache_fits_its_own_model_alone(tmp_path: Path) -> None:
     for other in (tiny("llama", num_hidden_layers=3), tiny("llama", mx.bfloat16), tiny("llama", head_dim=32)):
         with eps(other, **SMALL), pytest.raises(ConfigError, match="2 sparse layers fits no model"):
             load_prompt_cache(file)
+
+
+def test_a_batch_in_a_copy_of_empty_caches_is_counted_once_a_step() -> None:
+    model, batch = tiny("llama"), mx.array(prompts(200, 200))
+    with eps(model, **SMALL, budget=0.1) as sparse:
+        found = []
+        for cache in (make_prompt_cache(model), copy.deepcopy(make_prompt_cache(model))):
+            sparse.reset()
+            teacher_forced(model, cache, batch, batch[:, :4], chunk=200)
+            found.append(sparse.stats())
+    assert found[1] == found[0] and found[0]["steps"] == 4
+
+
+def test_a_copy_of_one_layer_alone_is_nothing_to_a_copy_of_all() -> None:
+    model, (prompt, rest, other) = tiny("llama"), prompts(100, 5, 7)
+    with eps(model, **SMALL, budget=1):
+        cache = make_prompt_cache(model)
+        alone(model, prompt, 2, cache=cache)
+        expected = continued(model, copy.deepcopy(cache), rest)
+        whole, single = copy.deepcopy(cache), [copy.deepcopy(one) for one in reversed(cache)][::-1]
+        continued(model, single, other)
+        assert_equal(expected, continued(model, whole, rest))
 
 
 def test_a_cache_that_outlives_its_eps_is_refused() -> None:

@@ -198,7 +198,9 @@ class PagedKVCache(_BaseCache, Attends):
         return [self.pool.copy(self.rows[index], self.layer) for index in keep]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = type(self)(self.pool, self.layer, self._copied(range(len(self.rows))))
+        rows = self._copied(range(len(self.rows)))
+        shared = memo.setdefault(id(self.rows), rows)  # one list, where these layers have one
+        copied = type(self)(self.pool, self.layer, shared if shared == rows else rows)
         copied.left, copied.columns = list(self.left), self.columns
         copied.end = None if self.end is None else list(self.end)
         copied._padding = None if self._padding is None else list(self._padding)
