@@ -1,11 +1,13 @@
 """mlx-lm as an engine: the same decode as our own decoder's, `run` and `serve` on the command line, real clients."""
 
+import gc
 import json
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ import openai
 import pytest
 from command import free_port, process_line, served
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm_models import tiny
 from tiny_models import save_model
 
@@ -205,6 +208,34 @@ def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(
     assert max(len(line["lengths"]) for line in lines[1:-1]) > 2  # clients shared steps
 
 
+def test_a_model_that_cannot_be_loaded_leaves_the_servers_own_to_be_asked_again(server: Server, tmp_path: Path) -> None:
+    """mlx-lm drops the model that it has before it tries another."""
+
+    def ask(model: str = "default_model", **more: Any) -> str:
+        made = server.client().completions.create(model=model, prompt=text, max_tokens=8, temperature=0, **more)
+        said: str = made.choices[0].text
+        return said
+
+    text = "the cat sleeps " * 20
+    first = ask()
+    with pytest.raises(openai.NotFoundError):
+        ask(str(tmp_path / "absent"))
+    assert ask(seed=1) == first == ask()  # alone and in a batch; the prompt was in the server's prompt cache
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(openai.NotFoundError):
+        ask(str(adapter))  # which is refused before anything is dropped
+    last = server.stop()
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    kinds = [line["type"] for line in lines]
+    assert [a for a, b in zip(kinds, [*kinds[1:], "end"], strict=True) if a != b] == ["run", "step", "summary"] * 2
+    assert kinds.count("step") == last["steps"] > 24
+    assert last["bytes_kv_read"] == sum(line["bytes_kv_read_est"] for line in lines if line["type"] == "step")
+    assert last["bytes_ratio"] == (last["bytes_kv_read"] + last["bytes_summary_read"]) / last["bytes_kv_dense"]
+    assert last["live_sequences"] == 0 == last["units_in_use"] and last["on"] is True
+
+
 # as shells start what runs in the foreground and in the background
 @pytest.mark.parametrize("interrupt", ["default_int_handler", "SIG_IGN"])
 def test_the_server_without_its_model_ends_with_one_line(interrupt: str, tmp_path: Path) -> None:
@@ -248,6 +279,28 @@ def test_the_server_balances_the_keys_of_what_it_loads(directory: Path, monkeypa
     monkeypatch.setattr(mlx_lm_engine, "balance", lambda hook, path: loaded.append((hook.model, path)))
     assert serve(directory, Settings.of(RQ), "127.0.0.1", 1, []) == 0
     assert [path for _, path in loaded] == [directory]
+
+
+def test_the_server_keeps_no_k_and_v_of_a_model_that_it_has_dropped(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_lm import server as theirs
+
+    def run(host: str, port: int, provider: Any) -> None:
+        prompts = theirs.LRUPromptCache(3)
+        model, _ = provider.load("default_model")
+        cache = make_prompt_cache(model)
+        list(generate_step(mx.array([1, 2, 3]), model, max_tokens=2, prompt_cache=cache))
+        prompts.insert_cache(provider.model_key, [1, 2, 3], cache)
+        held = weakref.ref(provider.hook.pool.paged.cache)
+        del cache, model
+        with pytest.raises(Exception, match="absent"):
+            provider.load("/absent")
+        gc.collect()
+        assert held() is None and not len(prompts)
+
+    monkeypatch.setattr(theirs, "run", run)
+    assert serve(directory, Settings.of(RQ), "127.0.0.1", 1, []) == 0
 
 
 def test_a_plea_to_end_is_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -73,10 +73,12 @@ class SparseAttention:
         device: str = "",
         verify: SpeculativeConfig = SpeculativeConfig(),  # noqa: B008  frozen
         weight_bytes: int = 0,
+        append_metrics: bool = False,
     ) -> None:
         """`metrics`: a JSONL file of steps, as of `eps-proto run`; `close` writes its summary, at the latest when the
         process ends. Every `audit_every`-th step also reads everything, for the true unread mass. `keep_records` and
-        `keep_lists` are for tests and comparisons. `weight_bytes`: that one pass of the model reads, for `verify`."""
+        `keep_lists` are for tests and comparisons. `weight_bytes`: that one pass of the model reads, for `verify`.
+        `append_metrics`: the file keeps what it holds."""
         self.backend, self.plan, self.on = backend, plan, True
         self.ended = False  # whether what made the caches is over
         self.audit_every, self.keep_records, self.keep_lists = audit_every, keep_records, keep_lists
@@ -91,7 +93,7 @@ class SparseAttention:
         self._held: list[_Step] = []
         self._warned: set[str] = set()
         self._output = None if metrics is None else Output(metrics, "metrics file")
-        self._writer = None if self._output is None else JsonlWriter(self._output)
+        self._writer = None if self._output is None else JsonlWriter(self._output, None if append_metrics else 0)
         if self._writer is not None:
             atexit.register(self.close)  # not every engine says when it is done
         self._run_line_written = False

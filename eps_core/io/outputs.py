@@ -316,13 +316,14 @@ def replacing(place: Path | Output, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 class JsonlWriter:
-    """One object a line, each there as soon as it is written. Of what the file holds the first `kept_bytes` stay."""
+    """One object a line, each there as soon as it is written. Of what the file holds the first `kept_bytes` stay; None:
+    all."""
 
-    def __init__(self, output: Output, kept_bytes: int = 0) -> None:
+    def __init__(self, output: Output, kept_bytes: int | None = 0) -> None:
         self._file = output.open()
         self._regular = output.file is not None  # what is none cannot be cut off
         if self._regular:
-            self._cut(kept_bytes)
+            self._cut(self._file.seek(0, os.SEEK_END) if kept_bytes is None else kept_bytes)
 
     def write(self, *records: dict[str, Any]) -> None:
         """In one unbuffered write: a killed run leaves whole lines only."""

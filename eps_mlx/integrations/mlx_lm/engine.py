@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,6 +217,27 @@ def _hub_cache(*args: Any, **kwargs: Any) -> Any:
         return SimpleNamespace(repos=())
 
 
+def _together(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the counters of several models as one. Of their ratios there is `bytes_ratio` alone."""
+    if len(counted) < 2:
+        return dict(*counted)
+    whole: dict[str, Any] = {}
+
+    def add(stats: dict[str, Any], sums: dict[str, Any]) -> None:
+        for name, value in stats.items():
+            if isinstance(value, dict):
+                add(value, sums.setdefault(name, {}))
+            elif isinstance(value, bool):
+                sums[name] = value
+            elif isinstance(value, int):
+                sums[name] = sums.get(name, 0) + value
+
+    for stats in counted:
+        add(stats, whole)
+    read, dense = whole["bytes_kv_read"] + whole["bytes_summary_read"], whole["bytes_kv_dense"]
+    return {**whole, "bytes_ratio": read / dense if dense else None}
+
+
 def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[str]) -> int:
     """Runs `mlx_lm.server` on a model with EPS on until it is interrupted or terminated, with `more` of its own
     arguments. The last line on stdout is one JSON object: the counters, and what is left in the pool. Raises
@@ -225,8 +247,16 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
 
     server: Any = module
     faults: list[ConfigError] = []
-    said: dict[str, Any] = {}
+    counted: list[dict[str, Any]] = []  # the counters of each model that was dropped
     pools: list[Rows] = []
+    prompt_caches: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class PromptCache(server.LRUPromptCache):  # type: ignore[misc, name-defined]
+        """mlx-lm's own, where `Provider` finds it."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            prompt_caches.add(self)
 
     class Provider(server.ModelProvider):  # type: ignore[misc, name-defined]
         """Puts EPS on whatever model mlx-lm's server loads, and takes it off again, in the thread that generates."""
@@ -238,12 +268,14 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
             super().__init__(arguments)
 
         def _load(self, *args: Any, **kwargs: Any) -> None:
+            refuse_adapter(str(args[0]))
             try:
-                refuse_adapter(str(args[0]))
                 super()._load(*args, **kwargs)
                 folder = Path(args[0])
                 config = load_config(folder) if folder.is_dir() else None
-                self.hook = Hook(self.model, settings, str(args[0]), config=config)
+                self.hook = Hook(
+                    self.model, settings, str(args[0]), config=config, append_metrics=bool(counted)
+                )  # fmt: skip
                 balance(self.hook, folder)
                 if self.hook.pool is not None:
                     pools.append(self.hook.pool)
@@ -262,13 +294,19 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
 
         def reset(self) -> None:
             if self.hook is not None:
-                said.update(self.hook.sparse.stats())
+                counted.append(self.hook.sparse.stats())
+                pool = self.hook.pool
                 self.hook.close()
                 self.hook = None
+                if pool is not None:
+                    for one in prompt_caches:  # whose entries are of the pool that is closed now
+                        one.trim_to(n_sequences=0)
+                    pool.paged.cache = None  # frees K and V; `pools` counts blocks
             super().reset()
 
-    before = server.ModelProvider, server.scan_cache_dir, sys.argv
-    server.ModelProvider, server.scan_cache_dir = Provider, _hub_cache
+    rebound = {"ModelProvider": Provider, "LRUPromptCache": PromptCache, "scan_cache_dir": _hub_cache}
+    before, argv = {name: getattr(server, name) for name in rebound}, sys.argv
+    vars(server).update(rebound)
     main = threading.current_thread() is threading.main_thread()
     # a plea to end is an interrupt: what was measured is still to be said and written
     terminated = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None
@@ -280,13 +318,15 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
     except SystemExit as error:  # of argparse, which has said why
         return error.code if isinstance(error.code, int) else 2
     finally:
-        server.ModelProvider, server.scan_cache_dir, sys.argv = before
+        vars(server).update(before)
+        sys.argv = argv
         if main:
             signal.signal(signal.SIGTERM, terminated)
     if faults:
         raise faults[0]
     # what outlived the server's own threads
     gc.collect()
+    said = _together(counted)
     for pool in pools:
         said["live_sequences"] = said.get("live_sequences", 0) + pool.num_live
         said["units_in_use"] = said.get("units_in_use", 0) + pool.paged.pool.num_units - pool.paged.pool.num_free
