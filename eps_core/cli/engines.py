@@ -93,6 +93,8 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     The endpoint, its batching and its flags are the engine's; EPS makes the decode steps of the layers that it
     names at the start sparse. --method off starts the same server without EPS.
     """
+    for name in {"--host", "--port"} & {one.split("=")[0] for one in flags["more"]}:
+        raise click.UsageError(f"{name} stands after --, where the address is not checked: give it before --")
     outputs.check({"--metrics": flags["metrics"]}, {"--model": flags["model"] or DEMO_MODEL})
     outputs.check_start("--metrics", flags["metrics"], *outputs.METRICS)
     given = given_flags(ctx, flags)
@@ -101,8 +103,7 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
 
     path, module = resolve_for_engine(flags["model"], flags["engine"])
     settings = Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"])
-    if not {"--host", "--port"} & {one.split("=")[0] for one in flags["more"]}:
-        _check_address(flags["host"], flags["port"])
-    click.echo(f"serving http://{flags['host']}:{flags['port']}/v1, model name {path}", err=True)
+    _check_address(flags["host"], flags["port"])
+    click.echo(f"starting {flags['engine']} at http://{flags['host']}:{flags['port']}/v1, model name {path}", err=True)
     code = module.serve(path, settings, flags["host"], flags["port"], flags["more"])
     ctx.exit(code)
