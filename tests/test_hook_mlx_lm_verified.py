@@ -12,11 +12,12 @@ import mlx_lm
 import mlx_lm.generate
 import numpy as np
 import pytest
+from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm_models import prompts, tiny, together
 from test_hook_mlx_lm import assert_empty, pool_of
-from test_hook_mlx_lm_plan import ODD, odd_llama
+from test_hook_mlx_lm_plan import odd_llama
 
 from eps_core.errors import ConfigError
 from eps_core.integrations.layers import SparseAttention
@@ -252,11 +253,17 @@ def test_the_loop_shows_its_own_parameters_while_eps_is_on() -> None:
         assert inspect.signature(STEPS.generate_step) == inspect.signature(stock_step)
 
 
-@pytest.mark.parametrize("odd", [False, True])
-def test_a_round_that_something_ends_is_taken_back(odd: bool) -> None:
-    """Out of layers that stay dense, too: the second of the odd model's."""
-    kind, more, _ = ODD["kv heads"]
-    model, (prompt,) = odd_llama(kind, **more) if odd else tiny("llama"), prompts(290)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tiny("llama"),
+        lambda: tiny("gemma3_text"),
+        lambda: odd_llama(llama.Attention, num_key_value_heads=4),
+    ],
+    ids=["all sparse", "some sliding", "one dense"],
+)
+def test_a_round_that_something_ends_is_taken_back(make: Any) -> None:
+    model, (prompt,) = make(), prompts(290)
     plain = said(model, prompt)
     with eps(model, **VERIFIED, draft=3):
         cache, calls = make_prompt_cache(model), []

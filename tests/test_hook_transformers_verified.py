@@ -235,8 +235,9 @@ def test_a_round_leaves_what_dense_decoding_leaves(name: str) -> None:
     gone(plain)
 
 
-def test_a_round_that_something_ends_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (ids, _) = tiny("llama"), prompts([290], seed=3)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_round_that_something_ends_is_taken_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, _) = tiny(name), prompts([290], seed=3)
     plain = said(model, ids)
 
     class Full:

@@ -107,10 +107,14 @@ def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any) -> Any:
                 text.round(sparse, rounds, layers[0].rows if layers else None, cache)
         except BaseException:
             if layers:
-                if layers[0].rows.round is not None:
-                    layers[0].rows.end_round(0)
-                for layer in layers:
-                    layer.length, layer._waiting = layers[0].rows.length, None
+                rows = layers[0].rows
+                if rows.round is not None:
+                    rows.end_round(0)
+                for layer in cache.layers:
+                    if isinstance(layer, EpsLayer):
+                        layer.length, layer._waiting = rows.length, None
+                    else:
+                        layer.crop(min(rows.length - layer.get_seq_length(), 0))
             raise
         return text.result(cache)
 

@@ -142,6 +142,14 @@ class _Text:
         reason = "error" if pool.broken else None
         drafts = self.rounds.begin(pool.sparse.config, length, room, reason)
         state = pool.open_round(row.sequence, drafts)
+        plain = [(one, one.offset) for one in self.cache if type(one) is KVCache]
+
+        def take_drafts_back() -> None:
+            for own in self.own:
+                own.columns = length
+            for other, offset in plain:
+                other.trim(other.offset - offset)
+
         num_kept = 0
         try:
             tokens, numbers = mx.array([fed], mx.uint32), _random_state()
@@ -150,11 +158,7 @@ class _Text:
                 logits = self.model(tokens[-1:][None], cache=drafting)[:, -1]
                 tokens = mx.concatenate([tokens, self._drawn(logits, tokens)[0].astype(mx.uint32)])
                 mx.async_eval(tokens)
-            for one in self.own:
-                one.trim(drafts)
-            for one in self.cache:
-                if type(one) is KVCache:
-                    one.trim(drafts)
+            take_drafts_back()
             if drafts:
                 mx.eval(tokens)
                 self.rounds.drafted()
@@ -168,11 +172,7 @@ class _Text:
             self._tell(tokens[:num_kept])
         finally:
             if not num_kept:
-                for one in self.own:
-                    one.columns = length
-                for one in self.cache:
-                    if type(one) is KVCache:
-                        one.offset = length
+                take_drafts_back()
             row.edits += 1
             pool.end_round(num_kept)
         mx.async_eval([one.state for one in self.cache])
