@@ -14,7 +14,13 @@ import torch
 from command import outcome
 from hf_models import RQ, Attending, eps_layers, feed, gone, prompts, stock, tiny
 from tiny_models import save_model
-from transformers import AutoTokenizer, LogitsProcessor, SynthIDTextWatermarkingConfig, TextIteratorStreamer
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    SynthIDTextWatermarkingConfig,
+    TextIteratorStreamer,
+)
 
 from eps_core.config.speculative import DEFAULT_DRAFTS, SpeculativeConfig
 from eps_core.errors import ConfigError
@@ -150,6 +156,27 @@ def test_scores_logits_and_the_cache_are_returned_and_texts_streamed(tmp_path: P
         more = torch.cat([found.sequences, ids[:, :9]], dim=1)
         again = said(model, more, past_key_values=found.past_key_values)
     assert torch.equal(again, said(model, more))
+
+
+@pytest.mark.parametrize("by_config", [False, True])
+def test_what_needs_a_tokenizer_has_it(by_config: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(save_model("llama2", tmp_path)), tiny("llama")
+    ids, healed = prompts([290], seed=3)[0], []
+    monkeypatch.setattr(type(model), "heal_tokens", lambda self, ids, tokenizer: (healed.append(tokenizer), ids)[1])
+
+    def text(name: str, value: Any, **more: Any) -> Any:
+        how = {name: value, "do_sample": False, "max_new_tokens": NEW}
+        return model.generate(ids, **({"generation_config": GenerationConfig(**how)} if by_config else how), **more)
+
+    asked = {"stop_strings": ["i"], "token_healing": True}
+    plain = {name: text(name, value, tokenizer=tokenizer) for name, value in asked.items()}
+    assert plain["stop_strings"].shape[1] < plain["token_healing"].shape[1]
+    with eps(model, **VERIFIED, draft=5) as sparse:
+        for name, value in asked.items():
+            assert torch.equal(text(name, value, tokenizer=tokenizer), plain[name])
+        assert 0 < verified(sparse)["new_tokens"] < NEW - 1 and healed == [tokenizer] * 2
+        with pytest.raises(ValueError, match="could not locate a tokenizer"):
+            text("stop_strings", ["i"])
 
 
 class Counting(LogitsProcessor):
@@ -299,6 +326,28 @@ def test_what_is_not_one_prompt_decoded_plainly_is_as_it_was(caplog: pytest.LogC
         with torch.no_grad():
             model(ids[:1, :-1], past_key_values=own)
         assert torch.equal(said(model, ids[:1], past_key_values=own), said(model, ids[:1]))
+
+
+@pytest.mark.parametrize("own", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"use_cache": False}], ids=str)
+def test_what_a_models_own_configuration_asks_for_is_as_it_was(
+    own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (ids, _) = tiny("llama"), prompts([290], seed=3)
+    monkeypatch.setattr(model, "generation_config", GenerationConfig(pad_token_id=0, **own))
+    config = GenerationConfig(max_new_tokens=8, do_sample=False)
+    plain = model.generate(ids, generation_config=config)
+    with eps(model, **VERIFIED, draft=4) as sparse:
+        assert torch.equal(model.generate(ids, generation_config=config), plain)
+        assert not verified(sparse)["rounds"]
+
+
+def test_a_new_cache_of_the_callers_is_not_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    model, (ids, _) = tiny("llama"), prompts([290], seed=3)
+    plain = said(model, ids)
+    with eps(model, **VERIFIED, draft=4) as sparse, caplog.at_level(logging.WARNING, "eps"):
+        assert torch.equal(said(model, ids, past_key_values=stock(model)), plain)
+        # transformers before 5.24 does not say that it is the caller's
+        assert bool(verified(sparse)["rounds"]) != ("made without EPS is decoded densely" in caplog.text)
 
 
 def test_what_cannot_be_is_refused_in_a_line() -> None:

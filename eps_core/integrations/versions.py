@@ -57,10 +57,12 @@ INTERFACES = {
         "transformers.cache_utils:DynamicSlidingWindowLayer": "",
         f"{_GENERATION}.generate": "generation_config stopping_criteria assistant_model streamer custom_generate",
         f"{_GENERATION}.prepare_inputs_for_generation": "input_ids next_sequence_length",
+        f"{_GENERATION}._prepare_generation_config": "generation_config",
         f"{_GENERATION}._prefill": "input_ids generation_config model_kwargs",
         f"{_GENERATION}._sample": "input_ids logits_processor stopping_criteria generation_config streamer",
         f"{_GENERATION}._update_model_kwargs_for_generation": "outputs model_kwargs num_new_tokens",
         "transformers.generation:GenerateDecoderOnlyOutput": "",
+        "transformers.generation:StopStringCriteria": "tokenizer stop_strings",
         "transformers:GenerationConfig.get_generation_mode": "assistant_model",
     },
     "vllm": {

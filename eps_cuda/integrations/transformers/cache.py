@@ -230,6 +230,18 @@ def _weight_bytes(model: Any) -> int:
     return sum(one.nbytes for one in model.parameters()) - (0 if tied else embedding.weight.nbytes)
 
 
+def is_fresh(cache: Any) -> bool:
+    """Return whether `generate` has just made this cache. Raises ConfigError for a kind that cannot hold pages."""
+    if not isinstance(cache, Cache) or any(isinstance(layer, EpsLayer) for layer in cache.layers):
+        return False
+    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+        return False
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = "an offloaded cache" if cache.offloading else type(cache).__name__
+        raise ConfigError(f"EPS keeps K and V in its own pages and cannot use {kind}: leave cache_implementation out")
+    return True
+
+
 def put_into(layers: list[Any], text: Any, rows: Rows) -> list[Any]:
     """The layers of a stock cache, in place; those that are sparse replaced by ours over the same `rows`."""
     for place, layer in enumerate(rows.sparse.plan.sparse):

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError, require
@@ -14,7 +14,7 @@ from eps_core.integrations.plan import Plan
 from eps_core.integrations.settings import Settings
 from eps_core.load import load_backend
 from eps_cuda.integrations.transformers.attention import NAME
-from eps_cuda.integrations.transformers.cache import EpsLayer, asked_for, make_fused, put_into, text_config
+from eps_cuda.integrations.transformers.cache import asked_for, is_fresh, make_fused, put_into, text_config
 from eps_cuda.integrations.transformers.names import cache_in
 from eps_cuda.integrations.transformers.rows import Rows
 from eps_cuda.integrations.transformers.verified import verifying
@@ -82,18 +82,6 @@ def _unwrapped(model: Any) -> Any:
         require(inner is not None, f"{type(model).__name__} is no model of transformers: give eps() the one inside")
         model = inner
     return model
-
-
-def is_fresh(cache: Any) -> bool:
-    """Return whether `generate` has just made this cache. Raises ConfigError for a kind that cannot hold pages."""
-    if not isinstance(cache, Cache) or any(isinstance(layer, EpsLayer) for layer in cache.layers):
-        return False
-    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
-        return False
-    if type(cache) is not DynamicCache or cache.offloading:
-        kind = "an offloaded cache" if cache.offloading else type(cache).__name__
-        raise ConfigError(f"EPS keeps K and V in its own pages and cannot use {kind}: leave cache_implementation out")
-    return True
 
 
 def _implementations(config: Any) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 
 from eps_core.errors import require
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.verified import Rounds
-from eps_cuda.integrations.transformers.cache import EpsLayer
+from eps_cuda.integrations.transformers.cache import EpsLayer, is_fresh
 from eps_cuda.integrations.transformers.names import CACHE, cache_in
 from eps_cuda.integrations.transformers.rows import Rows
 
@@ -43,9 +43,15 @@ def verifying(model: Any, sparse: SparseAttention) -> Iterator[None]:
     def generate(*args: Any, **kwargs: Any) -> Any:
         named = signature.bind_partial(*args, **kwargs).arguments
         named.update(named.pop("kwargs", {}))
-        if sparse.on and _is_plain(model, named):
+        config = _plain_config(model, named) if sparse.on else None
+        if config is not None:
             assert sparse.rounds is not None
-            kwargs["custom_generate"] = _loop(sparse, sparse.rounds, named.get("streamer"))
+            more: list[Any] = []
+            if config.stop_strings is not None and named.get("tokenizer") is not None:
+                # transformers makes none where the loop is another one, to which it hands no tokenizer
+                more = [StopStringCriteria(named["tokenizer"], config.stop_strings)]
+                kwargs["stop_strings"] = None
+            kwargs["custom_generate"] = _loop(sparse, sparse.rounds, named.get("streamer"), more)
         return stock(*args, **kwargs)
 
     model.generate = generate
@@ -58,28 +64,28 @@ def verifying(model: Any, sparse: SparseAttention) -> Iterator[None]:
             model.generate = own
 
 
-def _is_plain(model: Any, named: dict[str, Any]) -> bool:
-    """Return whether `generate`, asked so, would take its own token by token loop, and need nothing that ours lacks."""
+def _plain_config(model: Any, named: dict[str, Any]) -> GenerationConfig | None:
+    """Return what `generate`, asked so, goes by, where it would take its own token by token loop, and need nothing that
+    ours lacks."""
     if named.get("custom_generate") is not None or named.get("synced_gpus"):
-        return False
-    config: GenerationConfig = copy.deepcopy(named.get("generation_config") or model.generation_config)
-    for name, value in named.items():
-        if hasattr(config, name):
-            setattr(config, name, value)
-    more = config.output_attentions or config.output_hidden_states or config.use_cache is False
-    return config.get_generation_mode(named.get("assistant_model")) in _PLAIN and not more
+        return None
+    config, _ = model._prepare_generation_config(**{"generation_config": None, **named})
+    more = config.output_attentions or config.output_hidden_states or config.token_healing or config.use_cache is False
+    plain = config.get_generation_mode(named.get("assistant_model")) in _PLAIN and not more
+    return config if plain else None
 
 
-def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any) -> Any:
+def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any, more_criteria: list[Any]) -> Any:
     """Return the loop that `generate` takes as `custom_generate`."""
 
     def loop(
         model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:  # fmt: skip
+        stopping_criteria = StoppingCriteriaList([*stopping_criteria, *more_criteria])
         cache: Any = cache_in(model_kwargs)
-        # an empty one becomes ours in its first forward; others hold what was kept without EPS
-        ours = cache is not None and (not cache.get_seq_length() or bool(_own_layers(cache)))
+        # one that `generate` has made becomes ours in its first forward
+        ours = cache is not None and (bool(_own_layers(cache)) or is_fresh(cache))
         reasons = {
             "a cache that was made without EPS": not ours,
             "a batch": len(input_ids) > 1,
@@ -100,21 +106,19 @@ def _loop(sparse: SparseAttention, rounds: Rounds, streamer: Any) -> Any:
             "verified decoding takes drafts back, and a layer of this model keeps a state that cannot be: use "
             "--eps-verify off",
         )
-        layers = _own_layers(cache)
+        rows = _own_layers(cache)[0].rows
         cache.activate_past_recording()
         try:
             while not text.ended:
-                text.round(sparse, rounds, layers[0].rows if layers else None, cache)
+                text.round(sparse, rounds, rows, cache)
         except BaseException:
-            if layers:
-                rows = layers[0].rows
-                if rows.round is not None:
-                    rows.end_round(0)
-                for layer in cache.layers:
-                    if isinstance(layer, EpsLayer):
-                        layer.length, layer._waiting = rows.length, None
-                    else:
-                        layer.crop(min(rows.length - layer.get_seq_length(), 0))
+            if rows.round is not None:
+                rows.end_round(0)
+            for layer in cache.layers:
+                if isinstance(layer, EpsLayer):
+                    layer.length, layer._waiting = rows.length, None
+                else:
+                    layer.crop(min(rows.length - layer.get_seq_length(), 0))
             raise
         return text.result(cache)
 
@@ -170,9 +174,9 @@ class _Text:
         self._say(outputs.logits[:, -1])
         self._stream(before)
 
-    def round(self, sparse: SparseAttention, rounds: Rounds, rows: Rows | None, cache: Any) -> None:
+    def round(self, sparse: SparseAttention, rounds: Rounds, rows: Rows, cache: Any) -> None:
         """Says one token at least."""
-        assert rows is not None and rows.paged is not None
+        assert rows.paged is not None
         before = self.ids.shape[1]
         length = rows.length - int(rows.padding[0])
         reason = "error" if rows.broken else rows.odd
