@@ -164,7 +164,9 @@ def test_rows_are_repeated_and_selected() -> None:
     for cache in both(model, WHOLE):
         feed(model, cache, ids, mask, 0, 39)
         cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([3, 0, 3]))
+        with pytest.raises(IndexError):
+            cache.batch_select_indices(torch.tensor([0, 4]))
+        cache.batch_select_indices(torch.tensor([-1, 0, 3]))
         cache.reorder_cache(torch.tensor([2, 1, 1]))
         rows = [1, 0, 0]
         logits.append(feed(model, cache, ids[rows], mask[rows], 39, 40))

@@ -137,6 +137,7 @@ class Rows(EngineRows):
         """Row i becomes what row indices[i] was: sequences that several rows go on with are forked."""
         if self.paged is None:
             return
+        indices = [range(len(self.sequences))[index] for index in indices]  # those from the end, too
         taken: set[int] = set()
         chosen = []
         for index in indices:
@@ -146,7 +147,7 @@ class Rows(EngineRows):
             if index not in taken:
                 self.paged.pool.free(sequence)
         self.sequences[:] = chosen  # in place: the finalizer frees what is in this list
-        self.padding = self.padding[list(indices)]
+        self.padding = self.padding[indices]
 
     def __deepcopy__(self, memo: object) -> "Rows":
         """The same rows once more, over the same pages."""
