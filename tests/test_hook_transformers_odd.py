@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eps_core.errors import ConfigError
 from eps_core.integrations import versions
-from eps_cuda.integrations.transformers import EpsCache, plan_of
+from eps_cuda.integrations.transformers import EpsCache, eps, plan_of
 
 # ---- single calls ----
 
@@ -108,6 +108,17 @@ def test_a_batch_may_be_taken_back_into_a_rows_padding() -> None:
         found.append([*logits, feed(model, cache, again, seen, 11, 12)[:, -1]])
     assert all(torch.equal(mine, its) for mine, its in zip(found[1], found[0], strict=True))
     assert cache.sparse.stats()["fallbacks"] == {} and cache.sparse.stats()["rows"] == 4
+
+
+def test_tokens_that_a_mask_hides_in_the_midst_are_not_drafted_over() -> None:
+    model, (ids, mask) = tiny("llama"), prompts([290], seed=3)
+    mask[0, 20:27] = 0
+    how = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 8}
+    plain = model.generate(ids, **how)
+    with eps(model, RQ, verify="tokens", draft=4) as sparse:
+        assert torch.equal(model.generate(ids, **how), plain)
+        found = sparse.stats()["verified"]
+    assert found["fallbacks"] == {"mask": found["rounds"]} == {"mask": 7} and not found["drafted"]
 
 
 # ---- plans ----

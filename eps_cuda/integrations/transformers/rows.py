@@ -64,7 +64,7 @@ class Rows(EngineRows):
         batch, num_new = key.shape[0], key.shape[2]
         if self.round is not None:
             start = self.length - int(self.padding[0])
-            self._slots, self._skipped, self.odd = self.round.slots(start, num_new), [0], None
+            self._slots, self._skipped = self.round.slots(start, num_new), [0]
             self.plan = None if self.round.verifying else self.round.plan(start + num_new)
             self.length = length
             return
