@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -315,7 +316,7 @@ def test_a_wrong_setting_is_one_line(flat: dict[str, Any], words: str) -> None:
 
 def test_drafts_of_an_engine_select_as_drafts_of_our_own_decoder() -> None:
     verify, config = SpeculativeConfig("tokens", most=20), EpsConfig.of(method="rq")
-    rounds = Rounds(verify, 0, lambda: {"bytes_kv_read": 0, "bytes_summary_read": 0}, lambda *written: None)
+    rounds = Rounds(verify, 0, lambda: None, lambda *written: None, threading.RLock())
     drafts = rounds.config(config)
     assert drafts.selection_config == verify.draft_selection(config.selection_config) != config.selection_config
     assert drafts.cache_config == config.cache_config and drafts.selection_config.num_recent_tokens > verify.most

@@ -23,7 +23,7 @@ from hf_models import (
     tiny,
 )
 from tiny_models import save_model
-from transformers import AutoTokenizer, pipeline
+from transformers import AutoTokenizer, LogitsProcessor, pipeline
 
 from eps_cuda.integrations.transformers import EpsCache, eps
 
@@ -139,6 +139,35 @@ def test_a_cache_that_was_reset_is_a_new_one() -> None:
             said.append(generate(model, ids, mask, cache))
             gone(cache)
     assert torch.equal(said[0], said[2])
+
+
+def test_rounds_of_texts_that_are_generated_at_once_are_counted_each_for_itself() -> None:
+    """One text is generated in the midst of the other's rounds: threads would do so whenever they like."""
+    model, first, second = tiny("llama"), prompts([290], seed=3)[0], prompts([310], seed=4)[0]
+    how = {"do_sample": False, "max_new_tokens": 16}
+    nested: list[Any] = []
+
+    class Within(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            self.calls += 1
+            if self.calls == 4:  # of drafts, and of a verify pass
+                nested.append(model.generate(second, **how))
+            return scores
+
+    def rounds(ids: Any, **more: Any) -> Any:
+        with eps(model, RQ, verify="tokens", draft=4) as sparse:
+            sparse.keep_records = True
+            model.generate(ids, **how, **more)
+            records = [one.to_dict() for one in sparse.take_rounds()]
+            assert min(one["draft_ms"] for one in records) >= 0
+            own = [{n: v for n, v in one.items() if n != "step" and not n.endswith("_ms")} for one in records]
+            return sorted(own, key=str)
+
+    alone, other = rounds(first), rounds(second)
+    found = rounds(first, logits_processor=[Within()])
+    assert len(nested) > 1 and found == sorted(alone + len(nested) * other, key=str)
 
 
 def test_a_copied_cache_shares_pages_and_goes_its_own_way() -> None:

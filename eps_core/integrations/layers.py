@@ -83,12 +83,14 @@ class SparseAttention:
         self.ended = False  # whether what made the caches is over
         self.audit_every, self.keep_records, self.keep_lists = audit_every, keep_records, keep_lists
         self.model, self.device = model, device
+        self._lock = threading.RLock()
         # of verified decoding, where it is on: then nothing is sparse but its drafts
-        self.rounds = Rounds(verify, weight_bytes, self.stats, self._round) if verify.enabled else None
+        self.rounds: Rounds | None = None
+        if verify.enabled:
+            self.rounds = Rounds(verify, weight_bytes, self.settle, self._round, self._lock)
         self._config = plan.of_sparse(config)
         self._num_kv_heads: int | None = None  # once known
         self.spec: CacheSpec | None = None  # of the cache, once there was a step or a round
-        self._lock = threading.RLock()
         self._steps: dict[int, _Step] = {}  # under way, by the cache's id: threads may each have a forward of their own
         self._held: list[_Step] = []
         self._warned: set[str] = set()
@@ -190,6 +192,8 @@ class SparseAttention:
             if id(cache) in self._steps:
                 self._end(self._steps[id(cache)])
             self._collect()
+            if self.rounds is not None:
+                self.rounds.forget(cache)
 
     def pending(self) -> list[Array]:
         """Arrays of steps under way that nobody else may ask for, of a library that computes lazily."""
@@ -340,7 +344,9 @@ class SparseAttention:
         self._fallbacks.update(step.fallbacks)
         for name, key in _SUMMED.items():
             self._counts[name] += getattr(record, key)
-        if self.rounds is None:  # else rounds are what is told
+        if self.rounds is not None:  # which are what is told
+            self.rounds.saw_draft(cache, record)
+        else:
             self._write(record, cache)
             if self.keep_records:
                 self.records.append(record)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from eps_core.integrations.paged import Paged
 from eps_core.kv_cache.pool import Sequence as PagedSequence
 from eps_core.kv_cache.step_plan import StepPlan
 from eps_core.metrics.rounds import RoundRecord
+from eps_core.metrics.steps import StepRecord
 
 logger = logging.getLogger("eps")
 _COUNTED = ("drafted", "accepted", "new_tokens", "bytes_kv_draft", "bytes_summary_draft", "bytes_kv_verify",
@@ -87,83 +89,110 @@ class Round:
             self.paged.pool.commit(self.sequence, [0] * kept)
 
 
+@dataclass
+class RoundCounts:
+    """Counts and times of one round while it is under way."""
+
+    length: int  # tokens of the sequence when it begins
+    gamma: int  # drafts that pay
+    drafts: int  # of this round
+    reason: str | None  # why there are none
+    started: float = field(default_factory=time.perf_counter)
+    drafted_at: float | None = None
+    read: Counter[str] = field(default_factory=Counter)  # bytes of the drafts
+
+
 class Rounds:
-    """How many drafts the next round has, and what came of all of them."""
+    """How many drafts the next round has, and what came of all of them. Threads may each have a round of their own, of
+    caches of their own."""
 
     def __init__(
-        self, verify: SpeculativeConfig, weight_bytes: int, stats: Callable[[], dict[str, Any]],
-        write: Callable[[RoundRecord, Any], None],
+        self, verify: SpeculativeConfig, weight_bytes: int, settle: Callable[[], None],
+        write: Callable[[RoundRecord, Any], None], lock: Any,
     ) -> None:  # fmt: skip
-        """`weight_bytes`: that one pass reads, see `decode.forward.Arithmetic`. `stats`: EPS's counters, which in
-        verified decoding speak of drafts alone. `write` takes each record and its cache."""
+        """`weight_bytes`: that one pass reads, see `decode.forward.Arithmetic`. `settle` has `saw_draft` called for
+        every draft step that is over. `write` takes each record and its cache. `lock`: an RLock, which may be held."""
         self.verify, self.weight_bytes = verify, weight_bytes
-        self._stats, self._write = stats, write
+        self._settle, self._write = settle, write
         self.pace = Pace(verify)
+        self._lock = lock
         self._warned = False
         self.reset()
 
     def reset(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._fallbacks: Counter[str] = Counter()
-        self._seen = 0, 0, 0  # what EPS has counted before this round
-        self._begun = 0  # rounds
+        with self._lock:
+            self._total: Counter[str] = Counter()
+            self._fallbacks: Counter[str] = Counter()
+            self._read: dict[int, Counter[str]] = {}  # bytes of the draft steps of a round, by the cache's id
+            self._begun = 0  # rounds
 
     def config(self, config: EpsConfig) -> EpsConfig:
         """Return the config of draft steps."""
         return EpsConfig.over(config.cache_config, self.verify.draft_selection(config.selection_config))
 
-    def begin(self, config: EpsConfig, length: int, room: int, reason: str | None = None) -> int:
-        """Drafts of the round that begins now: a sequence holds `length` tokens and may say `room` more. `reason`: why
-        there can be none."""
-        self._started, self._why = time.perf_counter(), reason
-        self.pace.saw_load(1, length)
-        self._gamma = self.pace.next()
-        self._drafted_at: float | None = None
-        if self._gamma and reason is None:
+    def begin(self, config: EpsConfig, length: int, room: int, reason: str | None = None) -> RoundCounts:
+        """Begin a round of a sequence that holds `length` tokens and may say `room` more. `reason`: why there can be no
+        drafts."""
+        with self._lock:
+            self.pace.saw_load(1, length)
+            gamma = self.pace.next()
+        if gamma and reason is None:
             if length + 1 < config.selection_config.min_context:
-                self._why = "min_context"
+                reason = "min_context"
             elif not length:
-                self._why = "empty"
-        return 0 if self._why is not None else max(min(self._gamma, room - 1), 0)
+                reason = "empty"
+        return RoundCounts(length, gamma, 0 if reason is not None else max(min(gamma, room - 1), 0), reason)
 
-    def drafted(self) -> None:
+    def saw_draft(self, cache: Any, step: StepRecord) -> None:
+        """Record what a draft step has read."""
+        self._read.setdefault(id(cache), Counter()).update(
+            kv=step.bytes_kv_read_est, summary=step.bytes_summary_read, reread=step.bytes_k_reread
+        )
+
+    def drafted(self, counts: RoundCounts, cache: Any) -> None:
         """Record that the round's drafts are made; waits for the device."""
-        stats = self._stats()
-        now = stats["bytes_kv_read"], stats["bytes_summary_read"], stats["bytes_k_reread"]
-        self._draft_bytes = tuple(after - before for after, before in zip(now, self._seen, strict=True))
-        self._seen, self._drafted_at = now, time.perf_counter()
+        with self._lock:
+            self._settle()
+            counts.read = self.forget(cache)
+        counts.drafted_at = time.perf_counter()
+
+    def forget(self, cache: Any) -> Counter[str]:
+        """Forget what draft steps of a cache have read, which is returned."""
+        return self._read.pop(id(cache), Counter())
 
     def end(
-        self, cache: Any, length: int, drafted: int, tokens: Sequence[int], accepted: int, margins: Sequence[float] = ()
+        self, counts: RoundCounts, cache: Any, tokens: Sequence[int], accepted: int, margins: Sequence[float] = ()
     ) -> None:
-        """The round of a sequence of `length` tokens is over: it said `tokens`, `accepted` drafts among them. `margins`
-        of the tokens: nats to the runner-up, where tokens are the likeliest."""
-        now, spec = time.perf_counter(), cache.spec
-        verify_from = self._started if self._drafted_at is None else self._drafted_at
-        draft_ms, verify_ms = 1000 * (verify_from - self._started), 1000 * (now - verify_from)
-        kv, summary, reread = self._draft_bytes if self._drafted_at is not None else (0, 0, 0)
-        if drafted:
-            self.pace.saw_cost("draft", draft_ms / drafted)
-            self.pace.saw_cost(drafted + 1, verify_ms)
-            self.pace.saw_round([drafted], [accepted])
-        elif self._begun:
-            self.pace.saw_cost("dense", verify_ms)
-        record = round_record(
-            spec, [0], [drafted], [Said(list(tokens), list(margins), accepted)], [length],
-            step=self._begun, gamma=self._gamma, bytes_kv_draft=kv, bytes_summary_draft=summary,
-            bytes_kv_verify=spec.dense_kv_bytes([length + drafted + 1]), bytes_k_reread=reread,
-            weight_passes=drafted + 1, bytes_weights=(drafted + 1) * self.weight_bytes,
-            draft_ms=draft_ms, verify_ms=verify_ms, round_ms=draft_ms + verify_ms,
-            rolled_back=drafted + 1 - len(tokens), fallbacks={self._why: 1} if self._why is not None else {},
-        )  # fmt: skip
-        record.check()
-        self._begun += 1
-        self._counts["rounds"] += 1
-        for name in _COUNTED:
-            value = len(tokens) if name == "new_tokens" else getattr(record, name)
-            self._counts[name] += value[0] if isinstance(value, list) else value
-        self._fallbacks.update(record.fallbacks)
-        self._write(record, cache)
+        """The round is over: it said `tokens`, `accepted` drafts among them. `margins` of the tokens: nats to the
+        runner-up, where tokens are the likeliest."""
+        now, spec, drafts, reason = time.perf_counter(), cache.spec, counts.drafts, counts.reason
+        verify_from = counts.started if counts.drafted_at is None else counts.drafted_at
+        draft_ms, verify_ms = 1000 * (verify_from - counts.started), 1000 * (now - verify_from)
+        with self._lock:
+            if drafts:
+                self.pace.saw_cost("draft", draft_ms / drafts)
+                self.pace.saw_cost(drafts + 1, verify_ms)
+                self.pace.saw_round([drafts], [accepted])
+            elif self._begun:
+                self.pace.saw_cost("dense", verify_ms)
+            record = round_record(
+                spec, [0], [drafts], [Said(list(tokens), list(margins), accepted)], [counts.length],
+                step=self._begun, gamma=counts.gamma,
+                bytes_kv_draft=counts.read["kv"], bytes_summary_draft=counts.read["summary"],
+                bytes_kv_verify=spec.dense_kv_bytes([counts.length + drafts + 1]),
+                bytes_k_reread=counts.read["reread"],
+                weight_passes=drafts + 1, bytes_weights=(drafts + 1) * self.weight_bytes,
+                draft_ms=draft_ms, verify_ms=verify_ms, round_ms=draft_ms + verify_ms,
+                rolled_back=drafts + 1 - len(tokens), fallbacks={} if reason is None else {reason: 1},
+            )  # fmt: skip
+            record.check()
+            self._begun += 1
+            self._total["rounds"] += 1
+            for name in _COUNTED:
+                value = len(tokens) if name == "new_tokens" else getattr(record, name)
+                self._total[name] += value[0] if isinstance(value, list) else value
+            self._fallbacks.update(record.fallbacks)
+            self._write(record, cache)
 
     def undrafted(self, reason: str) -> None:
         """Tells, once, that the engine decodes in a way that nothing is drafted for: it is dense."""
@@ -174,7 +203,8 @@ class Rounds:
     def stats(self) -> dict[str, Any]:
         """Counts since the start or `reset`. `bytes_ratio`: K, V and summaries read by drafts and verify passes over
         what dense decoding of the same tokens reads."""
-        counts = self._counts
+        with self._lock:
+            counts, fallbacks = Counter(self._total), dict(self._fallbacks)
         dense, drafted, rounds = counts["bytes_kv_dense"], counts["drafted"], counts["rounds"]
         read = counts["bytes_kv_draft"] + counts["bytes_summary_draft"] + counts["bytes_kv_verify"]
         return {
@@ -183,5 +213,5 @@ class Rounds:
             "acceptance": counts["accepted"] / drafted if drafted else None,
             "tokens_per_round": counts["new_tokens"] / rounds if rounds else None,
             "bytes_ratio": read / dense if dense else None,
-            "fallbacks": dict(self._fallbacks),
+            "fallbacks": fallbacks,
         }

@@ -180,7 +180,8 @@ class _Text:
         before = self.ids.shape[1]
         length = rows.length - int(rows.padding[0])
         reason = "error" if rows.broken else rows.odd
-        drafts = rounds.begin(sparse.config, length, self.config.max_length - before, reason)
+        counts = rounds.begin(sparse.config, length, self.config.max_length - before, reason)
+        drafts = counts.drafts
         opened = rows.open_round(rows.sequences[0], drafts)
         ids, kwargs = self.ids, self.kwargs
         # the numbers that are drawn from here on are drawn again
@@ -195,7 +196,7 @@ class _Text:
             kwargs = self.model._update_model_kwargs_for_generation(outputs, dict(kwargs))
         if drafts:
             cache.crop(-drafts)
-            rounds.drafted()
+            rounds.drafted(counts, rows.paged.cache)
         if state is not None:
             numbers.set_rng_state(state)
         opened.verifying = True
@@ -214,7 +215,7 @@ class _Text:
         rows.end_round(len(said))
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs, num_new_tokens=len(said))
         found = torch.stack(margins).tolist() if margins else []
-        rounds.end(rows.paged.cache, length, drafts, said, accepted, [best - next_ for best, next_ in found])
+        rounds.end(counts, rows.paged.cache, said, accepted, [best - next_ for best, next_ in found])
         self._stream(before)
 
     def result(self, cache: Any) -> Any:

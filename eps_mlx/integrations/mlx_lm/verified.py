@@ -140,7 +140,8 @@ class _Text:
         pool, row = self.pool, self.own[0].rows[0]
         length = self.own[0].columns
         reason = "error" if pool.broken else None
-        drafts = self.rounds.begin(pool.sparse.config, length, room, reason)
+        counts = self.rounds.begin(pool.sparse.config, length, room, reason)
+        drafts = counts.drafts
         state = pool.open_round(row.sequence, drafts)
         plain = [(one, one.offset) for one in self.cache if type(one) is KVCache]
 
@@ -161,7 +162,7 @@ class _Text:
             take_drafts_back()
             if drafts:
                 mx.eval(tokens)
-                self.rounds.drafted()
+                self.rounds.drafted(counts, pool.paged.cache)
             _set_random_state(numbers)
             state.verifying = True
             logits = self.model(tokens[None], cache=self._watched())[0]
@@ -176,7 +177,7 @@ class _Text:
             row.edits += 1
             pool.end_round(num_kept)
         mx.async_eval([one.state for one in self.cache])
-        self.rounds.end(pool.paged.cache, length, drafts, said, accepted, margins)
+        self.rounds.end(counts, pool.paged.cache, said, accepted, margins)
         return said, logprobs
 
     def _judge(self, logits: mx.array, tokens: mx.array) -> tuple[list[int], list[mx.array], list[float], int]:
