@@ -102,7 +102,8 @@ def test_blocks_of_vllm_that_hold_no_unit_are_refused() -> None:
     for block_tokens in (32, 64, 128):
         config = fitted(Asked({"method": "rq"}, "rows"), block_tokens).config
         assert block_tokens % config.cache_config.unit_tokens == 0
-        assert config.cache_config.mean_tokens == min(block_tokens, 64)
+        for own in (config, config.for_device("cuda")):
+            assert own.cache_config.mean_tokens == min(block_tokens, 64)
     with pytest.raises(ConfigError, match="blocks of 16 tokens are no multiple of EPS's units of 64"):
         fitted(Asked({"method": "rq"}, "rows"), 16)
 

@@ -65,7 +65,6 @@ def _rows(flat: dict[str, Any], block_tokens: int) -> Settings:
             with suppress(ConfigError):  # raised below
                 settings = Settings.of(flat | {"mean_tokens": mean_tokens})
             if block_tokens % settings.config.cache_config.unit_tokens == 0:
-                object.__setattr__(settings.config, "mean_tokens", None)  # the user did not give it
                 break
     unit, least = settings.config.cache_config.unit_tokens, cache_config.unit_tokens
     given = (
