@@ -17,7 +17,10 @@ from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
 from eps_core.evaluation.request import RunRequest
 from eps_core.eviction.config import EvictionConfig
+from eps_core.integrations.layers import SparseAttention
+from eps_core.integrations.plan import Plan
 from eps_core.integrations.settings import Settings
+from eps_cuda.integrations.paged import PagedRuntime
 from eps_cuda.integrations.vllm.asked import Asked, fitted
 
 RQ = EpsConfig.of(method="rq")
@@ -180,3 +183,17 @@ def test_what_was_asked_is_told_without_what_followed() -> None:
     assert fitted(Asked(settings.flat(asked=True), "rows"), 32).config.cache_config.mean_tokens == 32
     with pytest.raises(ConfigError, match="no multiple of EPS's units of 64"):
         fitted(Asked(settings.flat(), "rows"), 32)
+
+
+@pytest.mark.parametrize(("first", "live"), [
+    ({}, {"budget": 0.02}), ({}, {"num_sink_tokens": 0}), ({}, {"rescore": 0.9}), ({"budget": 0.2}, {"budget": None}),
+    ({"audit_every": 4}, {"policy": "threshold", "top_pages": 9}),
+], ids=str)  # fmt: skip
+def test_live_settings_of_a_server_are_as_if_it_had_started_with_them(first: dict, live: dict) -> None:
+    runtime = PagedRuntime()
+    runtime.settings = Settings.of({"method": "rq", **first})
+    runtime.sparse = SparseAttention(runtime.backend, runtime.settings.config, Plan((0,), {}))
+    for flat in (live, {"min_context": 64}):
+        runtime.set(**flat)
+    want = Settings.of({"method": "rq", **first, **live, "min_context": 64})
+    assert runtime.settings == want and runtime.sparse.config == want.config

@@ -118,7 +118,7 @@ class PagedRuntime:
         assert self.sparse is not None and self.settings is not None
         require(on is None or isinstance(on, bool), f"on {on!r} is not true or false")
         if flat:
-            wanted = self.wanted(self.settings.flat() | flat)
+            wanted = self.wanted(self.settings.flat(asked=True) | flat)
             fixed = "metrics", "audit_every", "kernels", "verify"
             require(
                 all(getattr(wanted, name) == getattr(self.settings, name) for name in fixed),

@@ -156,7 +156,11 @@ def main() -> None:
         found["padded summarised"] = summarised(own.cache)
         padding, graphs.HELD = 0, 32
         llm.reset_prefix_cache()
-        for flat in ({"budget": 1.0}, {"num_recent_tokens": 8}, {"budget": 0.3}):
+        for flat in (
+            {"budget": 0.9, "budget_floor": 256},
+            {"num_recent_tokens": 8},
+            {"budget": 0.3, "budget_floor": 0},
+        ):
             try:
                 llm.collective_rpc("eps_set", kwargs=flat)
             except Exception as error:

@@ -75,7 +75,8 @@ def test_the_budget_may_change_under_what_is_captured_and_nothing_else(found: di
     assert found["all"] == found["dense"] and found["on"] == found["graphs"]
     names = "groups_selected", "groups_total"
     assert len(set(new(found, "all", "padded", *names))) == 1
-    assert "hold all settings but budget: start it with cudagraph_mode PIECEWISE" in found["refused"]
+    words = "hold all settings but budget and budget_floor: start it with cudagraph_mode PIECEWISE"
+    assert words in found["refused"]
 
 
 def test_off_reads_everything_and_what_was_written_then_is_summarised_once_it_is_on(found: dict[str, Any]) -> None:

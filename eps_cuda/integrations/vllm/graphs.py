@@ -66,7 +66,7 @@ class DecodeGraphs:
             """--compilation-config '{"cudagraph_mode": "PIECEWISE"}'""",
         )
         self.runtime, self.cache = runtime, runtime.cache
-        self.config: EpsConfig = runtime.sparse.config  # what is captured: of it the budget alone may change
+        self.config: EpsConfig = runtime.sparse.config  # what is captured: of it budget and budget_floor may change
         spec, cache_config, device = self.cache.spec, self.config.cache_config, self.cache.valid[0].device
         self.most_groups = -(-most_tokens // cache_config.unit_tokens) * cache_config.groups_per_unit
         most = [*self.config.cascade_groups(most_tokens, spec.head_dim), self.config.rescored_groups(most_tokens)]

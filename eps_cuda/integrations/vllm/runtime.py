@@ -187,14 +187,15 @@ class Runtime(PagedRuntime):
             self.graphs.settle()
 
     def wanted(self, flat: dict[str, Any]) -> Settings:
-        """See `PagedRuntime.wanted`. Of what is captured in CUDA graphs the budget alone may change."""
+        """See `PagedRuntime.wanted`. Captured CUDA graphs read the number of groups from the device, and hold all
+        else."""
         settings = fitted(Asked(flat, self.want.route), self.block_tokens)
         wanted = settings.config.selection_config
         captured = None if self.graphs is None else self.graphs.config.selection_config
         require(
-            captured is None or replace(wanted, budget=captured.budget) == captured,
-            "vLLM's CUDA graphs hold all settings but budget: start it with cudagraph_mode PIECEWISE to change others "
-            "while it runs",
+            captured is None or replace(wanted, budget=captured.budget, budget_floor=captured.budget_floor) == captured,
+            "vLLM's CUDA graphs hold all settings but budget and budget_floor: start it with cudagraph_mode PIECEWISE "
+            "to change others while it runs",
         )
         return settings
 
