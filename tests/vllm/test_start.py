@@ -217,12 +217,30 @@ def test_on_an_amd_gpu_a_server_is_given_a_backend_that_is_hooked(monkeypatch: p
     calls: list[list[str]] = []
     monkeypatch.setattr(adapter.os, "execv", lambda program, command: calls.append(command))
     own = ["--attention-backend", "FLASH_ATTN"]
-    config = ["--attention-config.backend=FLASH_ATTN"]
-    for hip, more in ((None, []), ("7.0", []), ("7.0", own), ("7.0", config)):
+    other = [
+        ["--attention-config.backend=FLASH_ATTN"],
+        ["--attention_backend=FLASH_ATTN"],
+        ["-ac.backend", "FLASH_ATTN"],
+    ]
+    for hip, more in ((None, []), ("7.0", []), ("7.0", own), *(("7.0", one) for one in other)):
         monkeypatch.setattr(adapter.torch.version, "hip", hip)
         adapter.serve(Path("/m"), Settings.of(RQ), "127.0.0.1", 1, more)
     asked_for = [command[command.index(own[0]) + 1] for command in calls if own[0] in command]
-    assert asked_for == ["TRITON_ATTN", "FLASH_ATTN"] and len(calls) == 4
+    assert asked_for == ["TRITON_ATTN", "FLASH_ATTN"] and len(calls) == 6
+
+
+def test_nothing_replaces_the_settings_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's parser takes these for one flag, of which the last one counts."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(adapter.os, "execv", lambda program, command: calls.append(command))
+    for name in ("--additional-config", "--additional_config", "--additional_config.x", "--additional-conf", "--add"):
+        for more in ([name, "1"], ["--seed", "0", f"{name}=1"]):
+            with pytest.raises(ConfigError, match="--additional-config carries EPS's settings"):
+                adapter.serve(Path("/m"), Settings.of(RQ), "127.0.0.1", 1, more)
+    assert not calls
+    adapter.serve(Path("/m"), Settings.of(RQ), "127.0.0.1", 1, ["--all2all-backend", "--", "additional-config"])
+    adapter.serve(Path("/m"), Settings.of(RQ), "127.0.0.1", 1, ["--worker_extension_cls", "mine"])
+    assert [adapter.EXTENSION in command for command in calls] == [True, False]
 
 
 def test_a_plugin_that_cannot_hook_ends_the_start_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

