@@ -296,6 +296,50 @@ def test_no_array_is_held_after_a_call():
     assert len(threads_cpu._held) <= 2 * threads_cpu.num_threads()  # calls do not pile up
 
 
+def idle(progress):
+    """A kernel that does nothing."""
+
+
+def test_a_lock_that_another_thread_may_wait_for_is_not_taken(monkeypatch):
+    left = threading.Lock()
+    monkeypatch.setattr(threads_cpu, "_held", [left])
+    threads_cpu.run(idle, 1)
+    assert not left.locked()
+
+
+def test_a_helper_that_comes_late_while_another_thread_calls_is_waited_for(monkeypatch):
+    """By every thread that settles."""
+    late = []
+
+    class Late:
+        def put(self, job):
+            work, left = job
+            work.pop()
+            late.append(left)
+
+    class Held(list):
+        def __setitem__(self, where, found):
+            if not other.ident:  # the other thread calls between the look at the locks and what follows from it
+                other.start()
+                other.join(0.2)
+            super().__setitem__(where, found)
+
+    other = threading.Thread(target=threads_cpu.run, args=(idle, 1))
+    monkeypatch.setattr(threads_cpu, "_held", Held())
+    monkeypatch.setattr(threads_cpu, "_crew", lambda: [Late()])
+    threads_cpu.run(idle, 1, alone=True)
+    other.join()
+    settling = [threading.Thread(target=threads_cpu.settle) for _ in range(2)]
+    for one in settling:
+        one.start()
+        one.join(0.05)
+    waiting = [one.is_alive() for one in settling]
+    late[0].release()
+    for one in settling:
+        one.join(10)
+    assert waiting == [True, True] and not any(one.is_alive() for one in settling)
+
+
 def test_a_call_that_fails_leaves_the_crew_alive(monkeypatch):
     monkeypatch.setattr(threads_cpu, "_helpers", [])  # another test's may be of another number of threads
 
@@ -454,6 +498,23 @@ def test_a_forked_child_does_not_wait_for_the_team_of_its_parent(before):
             signal.alarm(60)
             attend()
             os._exit(0)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    run_code(code)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_does_not_wait_for_what_another_thread_of_its_parent_changed():
+    code = """if True:
+        import os, signal, sys
+        from eps_core.cpu import threads
+        threads._changing.acquire()
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            threads.run(lambda progress: None, 1)
+            os._exit(0)
+        threads._changing.release()
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
     run_code(code)

@@ -34,8 +34,8 @@ CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
 
 _Job = tuple[list[Any], Any]  # the call, taken by whoever pops it, and a lock until its arguments are released
 _helpers: "list[queue.SimpleQueue[_Job]]" = []
-_starting = threading.Lock()
 _held: list[Any] = []  # locks of jobs whose arrays a helper may still hold
+_changing = threading.Lock()  # held by who changes either list
 
 
 def num_threads() -> int:
@@ -55,7 +55,8 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
     if beside.is_recording():
         return beside.record(kernel, (progress, *args))
     jobs: list[_Job] = []
-    _held[:] = [left for left in _held if not left.acquire(blocking=False)]
+    with _changing:
+        _held[:] = [left for left in _held if left.locked()]
     for helper in () if alone else _crew():
         left = threading.Lock()
         left.acquire()
@@ -71,7 +72,8 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
             try:
                 work.pop()  # a helper that comes too late finds nothing
             except IndexError:
-                _held.append(left)  # it came, and releases the arrays when it next runs Python
+                with _changing:
+                    _held.append(left)  # it came, and releases the arrays when it next runs Python
     check(progress)
 
 
@@ -92,14 +94,16 @@ def check(progress: np.ndarray) -> None:
 def settle() -> None:
     """Waits until no helper holds an array of an earlier call: a second holder would make MLX copy a whole pool to
     write a row. Helpers release by themselves; waiting for that in every call would double the time of short ones."""
-    while _held:
-        left = _held.pop()
-        left.acquire()
+    with _changing:
+        held = list(_held)
+    for left in held:
+        with left:
+            pass
 
 
 def _crew() -> "list[queue.SimpleQueue[_Job]]":
     if len(_helpers) < num_threads() - 1:
-        with _starting:
+        with _changing:
             while len(_helpers) < num_threads() - 1:
                 jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
                 threading.Thread(target=_help, args=(jobs,), name="eps-helper", daemon=True).start()
@@ -123,12 +127,18 @@ def _help(jobs: "queue.SimpleQueue[_Job]") -> None:
             left.release()
 
 
+def _renew() -> None:
+    """Forget the threads of the parent, and what they held: a forked child has no threads but its own."""
+    global _changing
+    _changing = threading.Lock()
+    _helpers.clear()
+    _held.clear()
+
+
 # at the end no thread may be on its way back into Python
 atexit.register(settle)
-# a forked child has no threads but its own
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_helpers.clear)
-    os.register_at_fork(after_in_child=_held.clear)
+    os.register_at_fork(after_in_child=_renew)
 
 
 def _counter(builder, progress, phase, which: int):
