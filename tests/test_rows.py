@@ -84,6 +84,15 @@ def check_rows(backend, device, case: Case, dtype: str) -> None:
     np.testing.assert_array_equal(backend.to_numpy(plain.lse), lse)
 
 
+def test_what_selected_nothing_left_everything_unread(target) -> None:
+    """-inf of one query head, of all, of none."""
+    backend, device = target
+    lse = np.array([[-np.inf, 5], [-np.inf, -np.inf], [-3, 1e5]], np.float32)
+    lse_all = np.array([[5, 5], [0, -80], [-3, 1e5]], np.float32)
+    got = backend.unread_share(*(backend.from_numpy(x, "float32", device) for x in (lse, lse_all)), 2)
+    np.testing.assert_array_equal(backend.to_numpy(got), [[1, 0], [1, 1], [0, 0]])
+
+
 PREFILLED = [
     Case((300,), (300,), num_heads=14, num_kv_heads=2, head_dim=64, dtype="bfloat16", block_size=64),
     Case((530,), (217,), num_heads=9, num_kv_heads=3, head_dim=64, dtype="bfloat16", block_size=64),

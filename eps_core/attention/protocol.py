@@ -109,8 +109,8 @@ class RowsRead:
     """Dense attention of T rows (`kv_cache.rows.Rows`), each over every token before it and itself.
 
     `out` [T, Hq, D] in q's dtype; `lse` [T, Hq] float32: natural log of a row's softmax mass (scaled logits).
-    `selected_lse` [T, Hq] float32: the same over the groups of `visit` alone, -inf where it has none; None where no
-    `visit` was given.
+    `selected_lse` [T, Hq] float32: the same over the groups of `visit` alone, -inf where it has none, and by kernels
+    also where those hold less than about e^-87 of the row's mass; None where no `visit` was given.
     """
 
     out: Array

@@ -116,6 +116,6 @@ def unread_share(ops: Ops, lse: Array, lse_all: Array, kv_heads: int) -> Array:
     everything. Runs where these are, on MLX's default device."""
     with ops.place():
         # two float32 sums differ by rounding even where everything was read
-        rounding = 2.0**-20 * (ops.abs(lse) + ops.abs(lse_all))
+        rounding = 2.0**-20 * (ops.where(ops.isfinite(lse), ops.abs(lse), 0) + ops.abs(lse_all))
         unread = ops.where(lse_all - lse > rounding, -ops.expm1(lse - lse_all), 0.0)
         return ops.max(unread.reshape(len(lse), kv_heads, -1))

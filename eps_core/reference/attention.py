@@ -108,6 +108,7 @@ def weights(cache: Cache, q: np.ndarray, k: np.ndarray, seen: np.ndarray) -> np.
 def unread_share(lse: np.ndarray, lse_all: np.ndarray, kv_heads: int) -> np.ndarray:
     """[B, Hkv]: the largest share of a query head's softmax that was left out, lse [B, Hq] of what was read, lse_all of
     everything."""
-    rounding = 2.0**-44 * (np.abs(lse) + np.abs(lse_all))  # two sums of the same numbers differ by rounding
+    # two sums of the same numbers differ by rounding
+    rounding = 2.0**-44 * (np.where(np.isfinite(lse), np.abs(lse), 0) + np.abs(lse_all))
     unread = np.where(lse_all - lse > rounding, -np.expm1(np.minimum(lse - lse_all, 0)), 0.0)
     return unread.reshape(len(lse), kv_heads, -1).max(axis=2)
