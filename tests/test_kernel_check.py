@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -120,6 +120,35 @@ def test_only_kernels_that_nobody_named_fall_back(monkeypatch, capsys, named, fo
     assert len(checks) == 1, "a cache that keeps the same is checked once"
     assert (session.kernels, session.fault) == (("arrays", line) if found else ("numba", None))
     assert capsys.readouterr().err == (f"{line}: array operations instead\n" if found else "")
+
+
+@pytest.mark.parametrize("part", ["disagreement", "rows_disagreement"])
+def test_kernels_are_checked_until_a_check_has_passed(monkeypatch, part) -> None:
+    outcomes = [KeyboardInterrupt, ConfigError, ConfigError, None]
+    session = Session.open(None, "cuda", "cpu", kernels="numba")
+    session.load()
+
+    def check(*args):
+        outcome = outcomes.pop(0)
+        if outcome is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return "wrong" if outcome else None
+
+    monkeypatch.setattr(session_module, part, check)
+    eight_bits = SpeculativeConfig("tokens", weights="8bit")
+    while outcomes:
+        expected = outcomes[0]
+        with nullcontext() if expected is None else pytest.raises(expected):
+            session.check_kernels(CacheConfig()) if part == "disagreement" else session.drafter(eight_bits)
+    session.check_kernels(CacheConfig())
+    session.drafter(eight_bits)
+
+
+def test_kernels_that_fail_while_a_prompt_is_prefilled_decode_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(session_module, "disagreement", lambda *args: "wrong")
+    session = Session.open(None, "cuda", "cpu")
+    session.prefix([1, 2, 3])  # in a cache of a session of its own
+    assert session.cache(CacheConfig(), 64)[0].kernels == "arrays"
 
 
 def test_arrays_and_emulated_kernels_are_not_checked(monkeypatch) -> None:

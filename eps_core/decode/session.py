@@ -179,7 +179,6 @@ class Session:
         emulated = self.device == "cpu" and self.kernels != "numba"  # a GPU's kernels in a test
         if self.kernels == "arrays" or emulated or {(cache_config, verified), (cache_config, True)} & self.checked:
             return
-        self.checked.add((cache_config, verified))
         spec = self.one_unit()
         with Progress("kernels: compiling and checking", "parts") as progress:
             fault = disagreement(
@@ -193,14 +192,16 @@ class Session:
                 verified,
             )
         self._believe(fault)
+        if fault is None:  # a session that shares `checked` has not fallen back with this one
+            self.checked.add((cache_config, verified))
 
     def _checked(self, decoder: Decoder) -> Decoder:
         """The decoder, once the kernels that few rows of it take are compiled and compared, too."""
         if decoder not in self.checked_decoders:
-            self.checked_decoders.append(decoder)
             with Progress("kernels: compiling and checking", "parts") as progress:
                 progress(0, 1, "a model's rows")
                 self._believe(rows_disagreement(self.backend, decoder.model, self.kernels))
+            self.checked_decoders.append(decoder)
         return decoder
 
     def _believe(self, fault: str | None) -> None:
