@@ -66,7 +66,7 @@ def said(sampling: Sampling, draws: int = DRAWS) -> tuple[np.ndarray, np.ndarray
     first, after, kept = [], [], []
     for position in range(0, 2 * draws, 2):
         token = draw(DRAFT, sampling, 3, position).token
-        one = accept(np.stack([TARGET, NEXT]), [token], sampling, 3, position, frozenset())
+        one = accept(np.stack([TARGET, NEXT]), [token], sampling, 3, position, lambda *given: False)
         first.append(one.tokens[0])
         kept.append(one.accepted == 1)
         assert len(one.tokens) == 1 + one.accepted and (not one.accepted or one.tokens[0] == token)
@@ -208,7 +208,7 @@ def test_the_longest_prefix_and_one_more(
     drafts: list[int], stop: tuple[int, ...], want: list[int], accepted: int
 ) -> None:
     logits = rows(1, 2, 3, 4)[: len(drafts) + 1]
-    one = accept(logits, drafts, Sampling(), 0, 0, frozenset(stop))
+    one = accept(logits, drafts, Sampling(), 0, 0, lambda _, token: token in stop)
     assert (one.tokens, one.accepted) == (want, accepted)
     assert one.margins == [5.0] * len(want)
 

@@ -35,6 +35,17 @@ def test_a_stop_token_inside_what_was_accepted(place: int) -> None:
     assert [one.tokens for one in got.sequences] == [one.tokens for one in want.sequences]
     assert got.pool.num_free == want.pool.num_free and not got.pool._reserved
     check_rounds(model, PROMPTS, CONFIG, 9, DRAWN, FOUR, right(model), stop=stop)
+    # and a token at which the caller ends a sequence, which drafts do not know
+    given: list[list[int]] = [[], [], []]
+
+    def ends(index: int, token: int) -> bool:
+        given[index].append(token)
+        return token in stop
+
+    got = model.verified(PROMPTS, CONFIG, 9, DRAWN, FOUR, drafter=right(model), ends=ends)
+    assert got.said == given == want.said and not got.pool._reserved
+    assert [one.tokens for one in got.sequences] == [one.tokens for one in want.sequences]
+    assert sum(r.bytes_kv_dense for r in got.records) == sum(r.bytes_kv_dense for r in want.records)
 
 
 def test_sequences_that_end_at_different_times() -> None:

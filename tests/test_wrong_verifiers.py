@@ -200,7 +200,7 @@ WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "keeps the units of rejected drafts": (keeps_the_units, "units are held"),
     "appends the last token too": (appends_the_last_token_too, "the sequences differ"),
     "ignores stop tokens": (
-        lambda: [patch.object(verified, "accept", lambda *given: right_accept(*given[:-1], frozenset()))],
+        lambda: [patch.object(verified, "accept", lambda *given: right_accept(*given[:-1], lambda *said: False))],
         "goes on after its end",
     ),
     "drafts past the last token": (

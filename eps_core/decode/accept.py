@@ -5,7 +5,7 @@ is that token (Daliri, Musco, Suresh 2024, arXiv 2408.07978). What is said is th
 seed, whatever was drafted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +33,10 @@ def accept(
     sampling: Sampling,
     sequence: int,
     position: int,
-    stop: frozenset[int],
+    ends: Callable[[int, int], bool],
 ) -> Said:
     """Return the accepted of g drafts, the first at `position`, and the next token, by a verify pass's logits
-    [g + 1, V]. Ends with a stop token, where one comes."""
+    [g + 1, V]. Ends with the first token for which `ends(sequence, token)` is True, where one comes."""
     said = Said()
     for i, row in enumerate(logits):
         drawn = draw(row, sampling, sequence, position + i)
@@ -44,7 +44,7 @@ def accept(
         said.tokens.append(drawn.token)
         said.margins.append(drawn.margin)
         said.accepted += kept
-        if not kept or drawn.token in stop:
+        if ends(sequence, drawn.token) or not kept:
             break
     return said
 

@@ -4,7 +4,7 @@ Holds integers and host logits only; arrays stay in the backend. One `StepRecord
 """
 
 import time
-from collections.abc import Callable, Collection, Container, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,10 @@ def generate(
     audit_factor: float = AUDIT_FACTOR,
     audit_off: bool = False,
     written: Sequence[Any] | None = None,
-    ended: Container[int] = (),
+    ends: Callable[[int, int], bool] = lambda prompt, token: False,
 ) -> Generator[StepRecord, None, Any]:
     """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token,
-    or once the caller has put its number into `ended`.
+    or where `ends(prompt's number, token)`, which is called once with each new token, returns True.
 
     All but the last token of each prompt are prefilled densely, `prefill_chunk` at a time, sharing full pages with what
     the pool already holds; the last one starts the decode, so every new token comes from one sparse step, as
@@ -105,12 +105,16 @@ def generate(
             record.margins = margins
             if keep_logits:
                 record.logits = output.logits
+            ended = [
+                index
+                for index in alive
+                if ends(index, fed[index]) or (fed[index] in stop_tokens and forced_tokens is None)
+            ]
             yield record
-            for index in alive:
-                if index in ended or (fed[index] in stop_tokens and forced_tokens is None):
-                    left = sequences.pop(index)
-                    if own:
-                        pool.free(left)
+            for index in ended:
+                left = sequences.pop(index)
+                if own:
+                    pool.free(left)
         return cache
     finally:
         for sequence in sequences.values() if own else ():

@@ -214,17 +214,20 @@ class _Run:
         self.session, self.eos = session, () if ignore_eos else session.spec.eos_token_ids
         self.prompts = session.encode_prompts(prompts, max_new_tokens, chat)
         self.texts = [StoppedText(session.tokenizer, stop) for _ in self.prompts]
-        self.ended: set[int] = set()  # prompts that met a stop string: the loop drops them from the batch
+        self.ended: set[int] = set()  # prompts that met a stop string
         self.records: list[Any] = []  # a StepRecord a step, or a RoundRecord a round
-        self.loop = session.steps(self.prompts, max_new_tokens, sampling, self.eos, self.ended)
+        self.loop = session.steps(self.prompts, max_new_tokens, sampling, self.eos, self._ends)
+
+    def _ends(self, index: int, token: int) -> bool:
+        """Add a token to its text. Returns True where it completes a stop string, which ends its sequence."""
+        if self.texts[index].add(token):
+            self.ended.add(index)
+        return index in self.ended
 
     def steps(self) -> Iterator[None]:
         """Decode a step or a round at a time, until every prompt has ended."""
         for record in self.loop:
             self.records.append(record)
-            for index, token in zip(record.sequences, record.tokens, strict=True):
-                if index not in self.ended and self.texts[index].add(token):
-                    self.ended.add(index)
             yield
         for index, text in enumerate(self.texts):
             if index not in self.ended and text.flush():

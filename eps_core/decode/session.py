@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Collection, Container, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -259,7 +259,7 @@ class Session:
         max_new_tokens: int,
         sampling: Sampling,
         stop_tokens: Collection[int] = (),
-        ended: Container[int] = (),
+        ends: Callable[[int, int], bool] = lambda prompt, token: False,
     ) -> Generator[Any, None, Any]:
         """Decode prompts of tokens in one batch, in a cache of their own, as `config` and `verify` say. Returns the
         generator of `decode.generate`, or of `decode.verified`; everything that can be refused is refused before."""
@@ -273,9 +273,9 @@ class Session:
         same = self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.selection_config
         if self.verify.enabled:
             drafter = self.drafter(self.verify)
-            steps: Generator[Any, None, Any] = verified(*same, self.verify, stop_tokens, drafter=drafter, ended=ended)
+            steps: Generator[Any, None, Any] = verified(*same, self.verify, stop_tokens, drafter=drafter, ends=ends)
         else:
-            steps = generate(*same, stop_tokens, ended=ended)
+            steps = generate(*same, stop_tokens, ends=ends)
         return steps if stored is None else stored.saving(steps, pool, prompts)
 
     def stored(self, cache_config: CacheConfig) -> StoredPrompts | None:

@@ -8,7 +8,7 @@ accepted is written.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +57,13 @@ class Verifier:
         stop_tokens: Collection[int] = (),
         drafter: Decoder | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ends: Callable[[int, int], bool] = lambda prompt, token: False,
     ) -> None:
         self.decoder, self.drafter = decoder, drafter or decoder
         self.cache, self.pool, self.sampling, self.verify = cache, pool, sampling, verify
         self.min_context, self.selection_config = selection_config.min_context, verify.draft_selection(selection_config)
-        self.stop, self.clock = frozenset(stop_tokens), clock
+        self.stop, self.clock, self.ends = frozenset(stop_tokens), clock, ends
+        self.ended: set[int] = set()  # sequences by prompt number
         self.pace = Pace(verify)
         self.num_rounds = 0
 
@@ -84,6 +86,12 @@ class Verifier:
         record.check()
         self.num_rounds += 1
         return record
+
+    def _ends(self, index: int, token: int) -> bool:
+        """Return whether a sequence ends with its new token."""
+        if self.ends(index, token) or token in self.stop:
+            self.ended.add(index)
+        return index in self.ended
 
     # ---- before ----
 
@@ -129,7 +137,7 @@ class Verifier:
         )
         lengths = spent.lengths.tolist()
         said = [
-            accept(output.logits[row : row + 1], (), self.sampling, index, lengths[row], self.stop)
+            accept(output.logits[row : row + 1], (), self.sampling, index, lengths[row], self._ends)
             for row, index in enumerate(alive)
         ]
         if self.num_rounds:
@@ -164,7 +172,7 @@ class Verifier:
             )
             verify_ms = 1000 * (self.clock() - started)
             said = [
-                accept(own, part.tokens, self.sampling, part.index, part.length + 1, self.stop)
+                accept(own, part.tokens, self.sampling, part.index, part.length + 1, self._ends)
                 for part, own in zip(parts, np.split(done.logits, rows.starts[1:-1]), strict=True)
             ]  # fmt: skip
             self._commit(parts, sequences, fed, said, rows, done)
@@ -267,7 +275,7 @@ def verified(
     stop_tokens: Collection[int] = (),
     written: Sequence[PagedSequence] | None = None,
     drafter: Decoder | None = None,
-    ended: Container[int] = (),
+    ends: Callable[[int, int], bool] = lambda prompt, token: False,
 ) -> Generator[RoundRecord, None, Any]:
     """`generate` whose text is the dense one, a round at a time: `selection_config` says how drafts read the cache,
     `verify` how they are made, `drafter` with which decoder (of the same cache; None: this one). Everything else as
@@ -278,7 +286,7 @@ def verified(
     try:
         for index, prompt in enumerate(prompts if own else ()):
             sequences[index], cache = prefill(decoder, cache, pool, prompt[:-1])
-        run = Verifier(decoder, cache, pool, sampling, selection_config, verify, stop_tokens, drafter)
+        run = Verifier(decoder, cache, pool, sampling, selection_config, verify, stop_tokens, drafter, ends=ends)
         fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
         room = dict.fromkeys(sequences, max_new_tokens)
         while max_new_tokens and sequences:
@@ -287,7 +295,7 @@ def verified(
                 fed[index] = token
                 room[index] -= 1
             yield record
-            for index in [i for i in sequences if not room[i] or fed[i] in run.stop or i in ended]:
+            for index in [i for i in sequences if not room[i] or i in run.ended]:
                 left = sequences.pop(index)
                 if own:
                     pool.free(left)
