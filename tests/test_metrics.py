@@ -234,6 +234,15 @@ def test_warm_up_steps_are_in_no_time_and_tokens_a_second_say_what_the_median_sa
     assert summarise(slow)["decode_ms_p50"] == 3000.0 and summarise(slow)["warm_up_steps"] == 0
 
 
+def test_tokens_a_second_of_a_batch_do_not_depend_on_which_size_most_steps_have() -> None:
+    """Sequences end at different steps: equally fast steps of 8 sequences, then of 1, which are the median or not."""
+    step = record(2, 1.0, timed=False)
+    eight, one = replace(step, tokens=[7] * 8, decode_ms=10.0), replace(step, tokens=[7], decode_ms=2.0)
+    for of_eight, of_one in ((12, 14), (14, 12)):
+        got = summarise([eight] * of_eight + [one] * of_one + [replace(one, decode_ms=2.1)])["tokens_per_s"]
+        assert got == pytest.approx(1000 * (8 * of_eight + of_one + 1) / (10 * of_eight + 2 * (of_one + 1)))
+
+
 def test_times_of_a_decode_leave_audited_steps_out() -> None:
     slow = replace(record(0, 500.0, timed=False), audited=True, audit_kl=0.5)
     got = summarise([slow, record(5, 10.0, timed=False), record(6, 12.0, timed=False), record(7, 90.0)])

@@ -6,7 +6,7 @@ Page counts are in groups (pages where nothing is sparse), summed over sequences
 
 import csv
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -259,12 +259,10 @@ def untimed(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) -> dict[str, Any]:
-    """Totals, percentiles and ratios against dense of one run. Times are of `steady` steps; tokens a second is of the
-    median step."""
+    """Totals, percentiles and ratios against dense of one run. Times are of `steady` steps."""
     timed = steady(records)
     whole = untimed(timed)
     decode_ms = _known(whole, "decode_ms")
-    median_ms = percentile(decode_ms, 50)
     num_tokens = sum(len(r.tokens) for r in records)
     totals = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
     dense, whole_bytes = totals["bytes_kv_dense"], sum(r.bytes_kv_whole for r in records)
@@ -282,7 +280,7 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         "new_tokens": num_tokens,
         "prefill_ms": prefill_ms,
         "warm_up_steps": sum(r.step < WARM_UP_STEPS for r in records) - sum(r.step < WARM_UP_STEPS for r in timed),
-        "tokens_per_s": 1000 * float(np.mean([len(r.tokens) for r in whole])) / median_ms if median_ms else None,
+        "tokens_per_s": _tokens_per_s(whole),
         **_percentiles("decode_ms", decode_ms),
         **_percentiles("prepass_ms", _known(timed, "eps_prepass_ms") or _known(records, "eps_prepass_ms")),
         **_percentiles("attention_ms", _known(timed, "attention_ms") or _known(records, "attention_ms")),
@@ -303,6 +301,16 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         "audit_kl_mean": float(np.mean(audit_kl)) if audit_kl else None,
         "fallbacks": total_fallbacks(records),
     }
+
+
+def _tokens_per_s(records: Sequence[StepRecord]) -> float | None:
+    """Return the tokens of steps over their time, where each step takes the median of those of its batch size."""
+    times = defaultdict[int, list[float]](list)
+    for record in records:
+        if record.decode_ms is not None:
+            times[len(record.tokens)].append(record.decode_ms)
+    ms = sum(len(found) * float(np.median(found)) for found in times.values())
+    return 1000 * sum(size * len(found) for size, found in times.items()) / ms if ms else None
 
 
 def _known(records: Sequence[StepRecord], name: str) -> list[float]:
