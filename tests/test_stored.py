@@ -16,11 +16,13 @@ from command import last, lines_of, outcome
 
 from eps_core import LLM
 from eps_core.backend import moves
+from eps_core.decode import session as session_module
 from eps_core.decode import stored as stored_module
 from eps_core.decode.session import Session
 from eps_core.decode.stored import METADATA_KEY, StoredCounts, StoredPrompts, weights_digest
 from eps_core.errors import ConfigError
 from eps_core.io import outputs, tensors
+from eps_core.models.folder import WEIGHT_FILE
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 7
 LONGER = TEXT + "And then the light went out. " * 2
@@ -264,6 +266,36 @@ def test_other_settings_have_other_files(model: Path, settings: dict[str, Any], 
     LLM(model, "off", backend="numpy", cache_dir=tmp_path).generate(TEXT, max_new_tokens=2)
     LLM(model, backend="numpy", cache_dir=tmp_path, **{"method": "off", **settings}).generate(TEXT, max_new_tokens=2)
     assert counts().tokens_loaded == 0 and len(files(tmp_path)) == 2
+
+
+def test_prompts_are_of_the_weights_that_were_read(tmp_path: Path, counts: Counts) -> None:
+    """A checkpoint that is saved over the model is another one, whoever still holds the first."""
+    path, settings = tiny_models.save_model("mistral", tmp_path / "model"), {**RQ, "backend": "numpy"}
+    first = LLM(path, cache_dir=tmp_path / "kept", **settings)
+    os.replace(tiny_models.save_model("mistral", tmp_path / "new", seed=1) / WEIGHT_FILE, path / WEIGHT_FILE)
+    first.generate(TEXT, max_new_tokens=4)
+    assert counts().tokens_stored == 384
+    second = LLM(path, cache_dir=tmp_path / "kept", **settings)
+    made = second.generate(TEXT, max_new_tokens=4)
+    assert counts().tokens_loaded == 0 and made.tokens == LLM(path, **settings).generate(TEXT, max_new_tokens=4).tokens
+    first.generate(TEXT, max_new_tokens=4)
+    assert counts().tokens_loaded == 0
+
+
+def test_weights_that_change_while_they_are_read_keep_no_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path, real = tiny_models.save_model("mistral", tmp_path / "model"), session_module.load_decoder
+
+    def load_decoder(*args: Any) -> Any:
+        tiny_models.save_model("mistral", path, seed=1)
+        return real(*args)
+
+    monkeypatch.setattr(session_module, "load_decoder", load_decoder)
+    llm = LLM(path, backend="numpy", cache_dir=tmp_path / "kept", **RQ)
+    llm.generate(TEXT, max_new_tokens=4)
+    assert not (tmp_path / "kept").exists()
+    assert f"weights in {path} changed while they were read" in capsys.readouterr().err
 
 
 def test_a_full_disk_costs_a_line(

@@ -28,7 +28,7 @@ from eps_core.decode.observe import Watcher
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.prompts import PREFILL_CHUNK, encode_prompts
 from eps_core.decode.sampling import Sampling
-from eps_core.decode.stored import StoredPrompts, check_folder, stored_prompts
+from eps_core.decode.stored import StoredPrompts, check_folder, stored_prompts, weights_digest
 from eps_core.decode.verified import verified
 from eps_core.errors import ConfigError, require
 from eps_core.kv_cache.pool import PagePool
@@ -67,6 +67,7 @@ class Session:
     cache_dir: Path | None = None  # where prompts are kept between runs: see `decode.stored`
     weights: str = "full"  # of decode steps: see `config.formats.WEIGHT_BITS`
     exponents: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)  # see `balanced`
+    digest: str | None = field(default=None, init=False, repr=False, compare=False)  # of the weights that were read
 
     @classmethod
     def open(
@@ -135,7 +136,13 @@ class Session:
 
     @cached_property
     def decoder(self) -> Decoder:
+        digest = None if self.cache_dir is None else weights_digest(self.path)
         full = load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
+        if digest is not None and weights_digest(self.path) != digest:
+            line = f"weights in {self.path} changed while they were read: no prompts are kept; load the model again"
+            print(line, file=sys.stderr)
+            digest = None
+        self.digest = digest
         if self.balanced:
             self.exponents = self._balance(full)
         return self._checked(full.quantised(WEIGHT_BITS[self.weights]))
@@ -282,8 +289,11 @@ class Session:
         """The files of prompts in caches of `cache_config`, where they are kept."""
         if self.cache_dir is None:
             return None
+        self.load()
+        if self.digest is None:
+            return None
         return stored_prompts(
-            self.cache_dir, self.backend, self.path, self.spec, cache_config, library=self.backend_name,
+            self.cache_dir, self.backend, self.digest, self.spec, cache_config, library=self.backend_name,
             device=self.device, dtype=self.dtype, kv_dtype=self.kv_dtype, kv_bits=self.kv_bits, kernels=self.kernels,
             **({} if self.exponents is None else {"balance": blake2b(self.exponents.tobytes()).hexdigest()}),
         )  # fmt: skip

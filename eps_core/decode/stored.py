@@ -203,12 +203,12 @@ def weights_digest(path: Path) -> str:
 
 
 def stored_prompts(
-    folder: Path, backend: Backend, path: Path, spec: ModelSpec, cache_config: CacheConfig, **settings: Any
+    folder: Path, backend: Backend, weights: str, spec: ModelSpec, cache_config: CacheConfig, **settings: Any
 ) -> StoredPrompts:
-    """The files in `folder` of the model at `path`, for caches of `cache_config`; `settings`: what else its K depends
-    on."""
+    """The files in `folder` of the model whose weights have the digest `weights`, for caches of `cache_config`;
+    `settings`: what else its K depends on."""
     identity = {
-        "weights": weights_digest(path),
+        "weights": weights,
         "model": asdict(spec),
         "cache_config": asdict(cache_config),
         **settings,
