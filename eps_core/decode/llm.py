@@ -11,7 +11,7 @@ from eps_core.config.speculative import SpeculativeConfig
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.decode.stop_strings import StoppedText, check_stop
-from eps_core.errors import require
+from eps_core.errors import ConfigError, require
 from eps_core.io import records
 from eps_core.metrics.rounds import summarise_rounds
 from eps_core.metrics.steps import summarise
@@ -120,6 +120,8 @@ class LLM:
         if not isinstance(speculative, SpeculativeConfig):
             records.check("speculative", speculative, bool)
             speculative = SpeculativeConfig("tokens" if speculative else "off")
+        elif not speculative.enabled:
+            raise ConfigError(f'speculative {speculative} is off: give mode="tokens", or speculative=False')
         formats = kv_bits if isinstance(kv_bits, tuple | list) else (kv_bits, kv_bits)
         records.check("kv_bits", formats, tuple[FormatName, FormatName])
         self.session = Session.open(
