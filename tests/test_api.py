@@ -184,7 +184,20 @@ def test_a_config_stands_for_method_and_selection(model: Path) -> None:
         assert LLM(model, name, backend="numpy", budget=0.1).config.cache_config.enabled is False
     verify = SpeculativeConfig("tokens", 3)
     assert LLM(model, backend="numpy", speculative=verify).session.verify is verify
-    assert LLM(model, backend="numpy", kv_bits=8).session.kv_bits == (8, 8)
+
+
+KV_BITS: list[tuple[Any, Any]] = [
+    (8, (8, 8)), ("8", (8, 8)), ([16, 16], (16, 16)), (["8", "fp8"], (8, "fp8")), (np.int64(4), (4, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kv_bits", "pair"), KV_BITS)
+def test_formats_of_k_and_v_are_one_name_or_two(model: Path, kv_bits: Any, pair: Any) -> None:
+    for session in (
+        LLM(model, backend="numpy", kv_bits=kv_bits).session,
+        Session.open(model, "numpy", kv_bits=kv_bits, method="rq"),
+    ):
+        assert session.kv_bits == pair and session.balanced == (pair == (16, 16))
 
 
 # ---- stop strings
@@ -405,9 +418,14 @@ def test_what_cannot_be_continued_is_refused_in_one_line(plain: LLM, call: str, 
         ({"device": "tpu"}, "device tpu is not there"),
         ({"backend": "jax"}, "backend 'jax' is unknown"),
         ({"speculative": "yes"}, "speculative 'yes' is not true or false"),
-        ({"speculative": SpeculativeConfig(draft=4)}, r"speculative SpeculativeConfig\(mode='off'.* give mode=\"tokens\""),
+        (
+            {"speculative": SpeculativeConfig(draft=4)},
+            r"speculative SpeculativeConfig\(mode='off'.* give mode=\"tokens\"",
+        ),
         ({"speculative": True, "method": "dense"}, "eps-verify tokens drafts with sparse steps, and method off"),
         ({"kv_bits": 3}, "kv-bits 3 is not one of 16, 8"),
+        ({"kv_bits": "3"}, "kv-bits '3' is not one of 16, 8"),
+        ({"kv_bits": True}, "kv_bits True is not a text"),
         ({"kv_bits": (8,)}, r"kv_bits \(8,\) is not a list of 2"),
     ],
     ids=str,

@@ -3,6 +3,10 @@ numbers become codes and codes numbers: `reference.codes`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+from eps_core.errors import shown
+from eps_core.io import records
 
 FormatName = int | str
 KvFormats = tuple[FormatName, FormatName]  # of K and of V
@@ -48,10 +52,20 @@ KV_BITS: tuple[FormatName, ...] = (AS_THEY_ARE, *FORMATS)
 EXACT: KvFormats = (AS_THEY_ARE, AS_THEY_ARE)
 
 
+def formats_of(kv_bits: Any) -> KvFormats:
+    """Return the formats of K and of V, given as one name for both or as two; 8 may be the text "8". Raises ConfigError
+    for what is no name of the kind."""
+    named = {str(bits): bits for bits in KV_BITS}
+    pair = kv_bits if isinstance(kv_bits, tuple | list) else (kv_bits, kv_bits)
+    found = tuple(named.get(str(one), one) for one in pair)
+    records.check("kv_bits", found, tuple[FormatName, FormatName])
+    return found  # type: ignore[return-value]
+
+
 def fault(name: FormatName, head_dim: int) -> str | None:
     """Return why heads of `head_dim` cannot lie in a format, and the fix; None: they can."""
     if name not in KV_BITS:
-        return f"kv-bits {name} is not one of {', '.join(map(str, KV_BITS))}: use 8"
+        return f"kv-bits {shown(name)} is not one of {', '.join(map(str, KV_BITS))}: use 8"
     form = FORMATS.get(name)
     if form is None or head_dim % form.multiple == 0:
         return None

@@ -122,10 +122,8 @@ class LLM:
             speculative = SpeculativeConfig("tokens" if speculative else "off")
         elif not speculative.enabled:
             raise ConfigError(f'speculative {speculative} is off: give mode="tokens", or speculative=False')
-        formats = kv_bits if isinstance(kv_bits, tuple | list) else (kv_bits, kv_bits)
-        records.check("kv_bits", formats, tuple[FormatName, FormatName])
         self.session = Session.open(
-            model, backend, device, dtype, kv_dtype, kernels, config, speculative, formats, cache_dir, weights,
+            model, backend, device, dtype, kv_dtype, kernels, config, speculative, kv_bits, cache_dir, weights,
             **selection,
         )  # fmt: skip
         self.session.load(speculative)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from eps_core.attention.protocol import Backend
 from eps_core.config.cache import CacheConfig, CacheSpec
 from eps_core.config.eps import EpsConfig, config_of
-from eps_core.config.formats import EXACT, WEIGHT_BITS, KvFormats
+from eps_core.config.formats import EXACT, WEIGHT_BITS, FormatName, KvFormats, formats_of
 from eps_core.config.speculative import SpeculativeConfig
 from eps_core.cpu import host
 from eps_core.cpu.usable import why_not
@@ -80,7 +80,7 @@ class Session:
         kernels: str = "auto",
         config: EpsConfig | None = None,
         verify: SpeculativeConfig | str = UNVERIFIED,
-        kv_bits: KvFormats = EXACT,
+        kv_bits: FormatName | KvFormats = EXACT,
         cache_dir: Path | str | None = None,
         weights: str = "full",
         **settings: Any,
@@ -116,7 +116,7 @@ class Session:
         name = "demo" if model is None else str(model)
         session = cls(
             name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named,
-            config=config.for_device(device), verify=verify, kv_bits=kv_bits, weights=weights,
+            config=config.for_device(device), verify=verify, kv_bits=formats_of(kv_bits), weights=weights,
             cache_dir=None if cache_dir is None else Path(cache_dir),
         )  # fmt: skip
         if session.cache_dir is not None:
