@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import tiny_models
+import torch
 from command import last, outcome
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,6 +148,12 @@ def test_tokens_are_a_prompt_as_their_text_is(plain: LLM) -> None:
     both = plain.generate([tokens, "x"], max_new_tokens=4)
     assert [one.num_prompt_tokens for one in both] == [len(tokens), 1] and both[0].tokens == want.tokens
     assert "".join(plain.stream(tokens, max_new_tokens=4)) == want.text
+    array = np.array(tokens)
+    for prompt in (array, [*array]):
+        assert plain.generate(prompt, max_new_tokens=4).tokens == want.tokens  # type: ignore[call-overload]
+        assert "".join(plain.stream(prompt, max_new_tokens=4)) == want.text  # type: ignore[arg-type]
+    for several in ([array] * 2, np.stack([array] * 2)):
+        assert [one.tokens for one in plain.generate(several, max_new_tokens=4)] == [want.tokens] * 2  # type: ignore[call-overload]
 
 
 def test_a_stop_token_ends_it_unless_it_is_ignored(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,6 +421,16 @@ def test_what_cannot_be_continued_is_refused_in_one_line(plain: LLM, call: str, 
         ({"head_modes": [["sparse"] * 4] * 2}, "of 2 layers x 4 kv heads, the model has 2 x 2"),
         ({"budget": 10**400}, "is not a number"),
         ({"cache_dir": ""}, "--cache-dir '' has no characters: give a folder, or leave it out"),
+        ({"cache_dir": 4}, "cache_dir 4 is not a path: give a text or a Path"),
+        ({"model": 4.5}, "model 4.5 is not a path"),
+        (
+            {"config": {"method": "rq"}},
+            r"config {'method': 'rq'} is not an EpsConfig: give one, or its settings by name",
+        ),
+        ({"device": torch.device("cpu")}, r"device device\(type='cpu'\) is not a text"),
+        ({"dtype": torch.float32}, "dtype torch.float32 is not a text"),
+        ({"kv_dtype": np.float32}, "kv_dtype <class 'numpy.float32'> is not a text"),
+        ({"weights": ["8bit"]}, r"weights \['8bit'\] is not a text"),
         ({"model": "no/such/folder"}, "no/such/folder"),
         ({"device": "tpu"}, "device tpu is not there"),
         ({"backend": "jax"}, "backend 'jax' is unknown"),

@@ -13,7 +13,7 @@ from typing import Any, Self, get_type_hints
 
 from eps_core.config.cache import METHODS, CacheConfig, coded_methods
 from eps_core.config.selection import SelectionConfig
-from eps_core.errors import ConfigError, require
+from eps_core.errors import ConfigError, require, shown
 from eps_core.io import records
 from eps_core.io.schema import current_settings
 from eps_core.summaries import table
@@ -278,6 +278,8 @@ _KINDS = get_type_hints(EpsConfig)
 
 def config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig:
     """A config or flat settings; off where there is neither."""
+    right = config is None or isinstance(config, EpsConfig)
+    require(right, f"config {shown(config)} is not an EpsConfig: give one, or its settings by name")
     if not settings:
         return check_offered(config or EpsConfig())
     require(config is None, f"config and {next(iter(settings))} say two things: give one of them")

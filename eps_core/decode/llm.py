@@ -2,8 +2,11 @@
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, Unpack, overload
+
+import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import AS_THEY_ARE, FormatName, KvFormats
@@ -159,7 +162,7 @@ class LLM:
     ) -> Generation | list[Generation]:
         """Return the continuation of a prompt, or the list of those of a list of prompts, decoded as one batch.
 
-        `prompts`: a text or a list of token ids, or a list of these.
+        `prompts`: a text, or a list or NumPy array of token ids, or a list of these.
         `max_new_tokens`: at most so many tokens of each prompt, which must fit into the model's context.
         `temperature`: 0 is greedy. `top_p`, in (0, 1]: draw from the fewest tokens that hold this probability.
         `stop`: a string, or several, before whose first occurrence the text ends. The model's end-of-text tokens end
@@ -170,7 +173,9 @@ class LLM:
         Nothing is kept between calls but in `cache_dir`. Raises ConfigError for a prompt that is empty or too long, and
         for values out of range.
         """
-        one = not isinstance(prompts, list | tuple) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        if isinstance(prompts, np.ndarray):
+            prompts = prompts.tolist()
+        one = not isinstance(prompts, list | tuple) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         sampling = Sampling(temperature, top_p, seed)
         run = _Run(self.session, [prompts] if one else prompts, max_new_tokens, sampling, stop, chat, ignore_eos)
         for _ in run.steps():

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eps_core.errors import ConfigError, require
 from eps_core.io import inputs, records
 
@@ -40,7 +42,7 @@ def encode_prompts(
     records.check("max-new-tokens", max_new_tokens, int)
     require(max_new_tokens >= 1, f"max-new-tokens {max_new_tokens} is below 1: nothing would be generated; use 32")
     prompts, most = [], max_context
-    for number, prompt in enumerate(given, start=1):
+    for number, prompt in enumerate(map(_plain, given), start=1):
         which = f"prompt {number}" if len(given) > 1 else "the prompt"
         records.check(which, prompt, tuple[int, ...] | str)
         prompts.append(encode(prompt, most))
@@ -52,6 +54,15 @@ def encode_prompts(
             f"exceed the model's context of {most} tokens{context_note}: shorten the prompt or lower max-new-tokens",
         )
     return prompts
+
+
+def _plain(prompt: Any) -> Any:
+    """Return a prompt with Python's numbers where its tokens are NumPy's."""
+    if isinstance(prompt, np.ndarray):
+        return prompt.tolist()
+    if isinstance(prompt, list | tuple):
+        return [token.item() if isinstance(token, np.generic) else token for token in prompt]
+    return prompt
 
 
 def _jsonl_prompts(path: Path) -> list[str]:

@@ -30,7 +30,8 @@ from eps_core.decode.prompts import PREFILL_CHUNK, encode_prompts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.stored import StoredPrompts, check_folder, stored_prompts, weights_digest
 from eps_core.decode.verified import verified
-from eps_core.errors import ConfigError, require
+from eps_core.errors import ConfigError, require, shown
+from eps_core.io import records
 from eps_core.kv_cache.pool import PagePool
 from eps_core.load import backend_name, choose_device, load_backend, resolve_kernels
 from eps_core.metrics.terminal import Progress
@@ -92,6 +93,14 @@ class Session:
         a CPU, unless it is bfloat16 in Torch, the CPU decodes it faster and nothing is verified; kv_dtype auto: as
         dtype; kv_bits of K and of V, 16: as they are (`config.formats`). `cache_dir` keeps prompts between runs;
         `weights` of decode steps, of `WEIGHT_BITS`."""
+        for name, value in (
+            ("backend", backend), ("device", device), ("dtype", dtype), ("kv_dtype", kv_dtype), ("kernels", kernels),
+            ("weights", weights),
+        ):  # fmt: skip
+            records.check(name, value, str)
+        for name, path in (("model", model), ("cache_dir", cache_dir)):
+            given = path is None or isinstance(path, str | Path)
+            require(given, f"{name} {shown(path)} is not a path: give a text or a Path")
         config = config_of(config, settings)
         verify = SpeculativeConfig(verify) if isinstance(verify, str) else verify
         verify.check(config)
