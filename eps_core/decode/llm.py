@@ -32,7 +32,7 @@ class Generation:
     finish_reason: Literal["stop", "length"]  # an end-of-text token or stop string, or `max_new_tokens`
     kv_bytes_read: int  # K, V and summaries read by all decode steps
     kv_bytes_dense: int  # K and V, not quantised, that dense attention reads in the same steps
-    tokens_per_second: float | None  # of decode, prefill left out; None: too short to be timed
+    tokens_per_second: float | None  # prefill and the first two steps left out; None: there are no others
     groups_read: int | None  # summed over steps, layers and kv heads; pages with method off; None: speculative
     groups_total: int | None
     acceptance: float | None  # speculative: share of the drafted tokens that were accepted
@@ -259,7 +259,7 @@ class _Run:
                 "stop" if index in self.ended or text.tokens[-1] in self.eos else "length",
                 total["bytes_kv_read_est"] + total["bytes_summary_read"],
                 total["bytes_kv_dense"],
-                total["tokens_per_s"],
+                total["tokens_per_s"] if total["warm_up_steps"] else None,
                 total["pages_visited"],
                 total["pages_total"],
                 total.get("acceptance"),
