@@ -7,4 +7,4 @@ set -euo pipefail
 . "$(dirname "$0")/help.sh"
 scripts=$(dirname "$0")
 venv=$("$scripts/setup.sh")
-exec "$(absolute "$venv")/bin/python" "$scripts/demo.py" "$@"
+exec "$venv/bin/python" "$scripts/demo.py" "$@"

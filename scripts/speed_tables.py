@@ -99,7 +99,7 @@ def gpu_table(folder: Path) -> str:
     found, rows = {kind: gpu_cells(folder, kind) for kind in GPU_FILES}, []
     for (context, batch), one in found["at once"].items():
         if any((context, batch) not in known for known in found.values()):
-            continue  # its file ends before it
+            continue  # a file that was cut off lacks this cell
         floor, own = one["dense_at_90_percent_us"], one["dense_us"]["own"]
         steps = [found[kind][context, batch]["step_us"] for kind in GPU_FILES]
         times = min(floor, *one["dense_us"].values()) / one["step_us"]

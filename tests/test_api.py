@@ -199,7 +199,7 @@ def test_a_config_stands_for_method_and_selection(model: Path) -> None:
 
 
 KV_BITS: list[tuple[Any, Any]] = [
-    (8, (8, 8)), ("8", (8, 8)), ([16, 16], (16, 16)), (["8", "fp8"], (8, "fp8")), (np.int64(4), (4, 4)),
+    (8, (8, 8)), ("8", (8, 8)), ([16, 16], (16, 16)), (["8", "fp8"], (8, "fp8")), ("8,4", (8, 4)), (np.int64(4), (4, 4)),
 ]  # fmt: skip
 
 
@@ -450,8 +450,8 @@ def test_what_cannot_be_continued_is_refused_in_one_line(plain: LLM, call: str, 
         ({"speculative": True, "method": "dense"}, "eps-verify tokens drafts with sparse steps, and method off"),
         ({"kv_bits": 3}, "kv-bits 3 is not one of 16, 8"),
         ({"kv_bits": "3"}, "kv-bits '3' is not one of 16, 8"),
-        ({"kv_bits": True}, "kv_bits True is not a text"),
-        ({"kv_bits": (8,)}, r"kv_bits \(8,\) is not a list of 2"),
+        ({"kv_bits": True}, "kv-bits True is not one of 16, 8"),
+        ({"kv_bits": (8, 4, 4)}, r"kv-bits \(8, 4, 4\) is not one of 16, .* nor two of them"),
     ],
     ids=str,
 )

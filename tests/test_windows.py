@@ -77,7 +77,7 @@ def test_a_dense_step_is_counted_by_windows(target: tuple, saved: Callable) -> N
     sequences.prefill(0, tokens_of("gemma3")[:70])
     output = sequences.step(np.array([3]))
     spec = CacheSpec(4, 2, 32, 1, windows=(WINDOW, None, WINDOW, None))
-    assert output.kv_bytes_read == spec.dense_kv_bytes([71]) == (2 * 71 + 2 * WINDOW) * 2 * spec.kv_token_bytes
+    assert output.kv_bytes_read == spec.exact_kv_bytes([71]) == (2 * 71 + 2 * WINDOW) * 2 * spec.kv_token_bytes
 
 
 def test_a_verify_pass_reads_a_window_once_a_row_and_the_rest_once(saved: Callable) -> None:
@@ -160,7 +160,7 @@ def test_a_ratio_is_against_what_the_model_itself_would_read(saved: Callable) ->
     spec = read_spec(saved("gemma3"))
     made = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1, windows=spec.windows)
     assert made.attended([10, 100]) == [[10, 24], [10, 100], [10, 24], [10, 100]]
-    assert made.dense_kv_bytes([10, 100]) == (2 * 34 + 2 * 110) * spec.num_kv_heads * made.kv_token_bytes
+    assert made.exact_kv_bytes([10, 100]) == (2 * 34 + 2 * 110) * spec.num_kv_heads * made.kv_token_bytes
     assert summarise([])["bytes_ratio"] is None
 
 

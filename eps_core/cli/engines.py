@@ -88,7 +88,8 @@ def _check_address(host: str, port: int) -> None:
 @click.argument("more", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def serve_command(ctx: click.Context, /, **flags: Any) -> None:
-    """Start an engine's own OpenAI-compatible server with EPS in it. What stands after -- goes to that server as it is.
+    """Start an engine's own OpenAI-compatible server with EPS in it. What stands after -- goes to that server as it is;
+    --host and --port go before it.
 
     The endpoint, its batching and its flags are the engine's; EPS makes the decode steps of the layers that it
     names at the start sparse. --method off starts the same server without EPS.

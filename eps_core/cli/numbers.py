@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from eps_core.config.cache import sized_method
-from eps_core.config.formats import KV_BITS, FormatName, KvFormats
+from eps_core.config.formats import KvFormats, formats_of
 from eps_core.errors import ConfigError, shown
 
 MOST = 2**31 - 1  # tokens, groups, layers: slots and tables are int32
@@ -113,14 +113,10 @@ class KvBits(click.ParamType):
     name = "BITS"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> KvFormats:
-        if isinstance(value, tuple):
-            return value
-        named: dict[str, FormatName] = {str(bits): bits for bits in KV_BITS}
-        parts = [named.get(part.strip()) for part in value.split(",")]
-        if len(parts) > 2 or None in parts:
-            choices = ", ".join(named)
-            self.fail(f"{shown(value)} is not one of {choices}, nor two of them for K and V, such as 8,4", param, ctx)
-        return parts[0], parts[-1]  # type: ignore[return-value]
+        try:
+            return formats_of(value)
+        except ConfigError as error:
+            self.fail(str(error).removeprefix("kv-bits "), param, ctx)
 
 
 class SizedMethod(click.ParamType):

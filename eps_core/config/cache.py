@@ -70,7 +70,7 @@ class CacheSpec:
         windows = self.windows or (None,) * self.num_layers
         return [[length if window is None else min(length, window) for length in lengths] for window in windows]
 
-    def dense_kv_bytes(self, lengths: Sequence[int]) -> int:
+    def exact_kv_bytes(self, lengths: Sequence[int]) -> int:
         """Bytes of K and V that dense attention reads in all layers, of sequences of `lengths` tokens that are not
         quantised."""
         return sum(map(sum, self.attended(lengths))) * self.num_kv_heads * self.exact_token_bytes

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from eps_core.errors import shown
-from eps_core.io import records
+from eps_core.errors import require, shown
 
 FormatName = int | str
 KvFormats = tuple[FormatName, FormatName]  # of K and of V
@@ -53,13 +52,16 @@ EXACT: KvFormats = (AS_THEY_ARE, AS_THEY_ARE)
 
 
 def formats_of(kv_bits: Any) -> KvFormats:
-    """Return the formats of K and of V, given as one name for both or as two; 8 may be the text "8". Raises ConfigError
-    for what is no name of the kind."""
-    named = {str(bits): bits for bits in KV_BITS}
-    pair = kv_bits if isinstance(kv_bits, tuple | list) else (kv_bits, kv_bits)
-    found = tuple(named.get(str(one), one) for one in pair)
-    records.check("kv_bits", found, tuple[FormatName, FormatName])
-    return found  # type: ignore[return-value]
+    """Return the formats of K and of V, given as one name for both or as two: 8, (8, "fp8") or the text "8,fp8". Raises
+    ConfigError for all else."""
+    named: dict[str, FormatName] = {str(bits): bits for bits in KV_BITS}
+    parts = kv_bits.split(",") if isinstance(kv_bits, str) else kv_bits
+    found = [named.get(str(one).strip()) for one in (parts if isinstance(parts, tuple | list) else [parts])]
+    require(
+        None not in found and len(found) in (1, 2),
+        f"kv-bits {shown(kv_bits)} is not one of {', '.join(named)}, nor two of them for K and V, such as 8,4",
+    )
+    return found[0], found[-1]  # type: ignore[return-value]
 
 
 def fault(name: FormatName, head_dim: int) -> str | None:

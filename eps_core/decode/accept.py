@@ -89,7 +89,7 @@ def round_record(
         emitted=[len(one.tokens) for one in said],
         offered_by_depth=offered,
         accepted_by_depth=kept,
-        bytes_kv_dense=spec.dense_kv_bytes(lengths_read),
+        bytes_kv_dense=spec.exact_kv_bytes(lengths_read),
         top2_margin_min=min((one for one in margins if np.isfinite(one)), default=None),
         margins=margins,
         **(values | more),

@@ -173,9 +173,8 @@ class LLM:
         Nothing is kept between calls but in `cache_dir`. Raises ConfigError for a prompt that is empty or too long, and
         for values out of range.
         """
-        if isinstance(prompts, np.ndarray):
-            prompts = prompts.tolist()
-        one = not isinstance(prompts, list | tuple) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        several = isinstance(prompts, list | tuple | np.ndarray)
+        one = not several or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         sampling = Sampling(temperature, top_p, seed)
         run = _Run(self.session, [prompts] if one else prompts, max_new_tokens, sampling, stop, chat, ignore_eos)
         for _ in run.steps():

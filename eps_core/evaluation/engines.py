@@ -202,7 +202,7 @@ def _dense_records(steps: _Steps, engine: Engine) -> list[StepRecord]:
         sequences, tokens = [row.sequence for row in rows], [row.token for row in rows]
         ended = [row.length + 1 for row in before if engine.computes_ahead and row.sequence not in sequences]
         lengths, before = [row.length for row in rows] + ended, rows
-        output = StepOutput(np.zeros((0, 0), np.float32), spec.dense_kv_bytes(lengths))
+        output = StepOutput(np.zeros((0, 0), np.float32), spec.exact_kv_bytes(lengths))
         found.append(step_record(index, sequences, tokens, lengths, output, spec, engine.sparse.config, ms, 0))
     return found
 

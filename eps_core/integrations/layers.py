@@ -344,7 +344,7 @@ class SparseAttention:
         self._fallbacks.update(step.fallbacks)
         for name, key in _SUMMED.items():
             self._counts[name] += getattr(record, key)
-        if self.rounds is not None:  # which are what is told
+        if self.rounds is not None:  # the file gets these, and no draft steps
             self.rounds.saw_draft(cache, record)
         else:
             self._write(record, cache)

@@ -179,7 +179,7 @@ class Rounds:
                 spec, [0], [drafts], [Said(list(tokens), list(margins), accepted)], [counts.length],
                 step=self._begun, gamma=counts.gamma,
                 bytes_kv_draft=counts.read["kv"], bytes_summary_draft=counts.read["summary"],
-                bytes_kv_verify=spec.dense_kv_bytes([counts.length + drafts + 1]),
+                bytes_kv_verify=spec.exact_kv_bytes([counts.length + drafts + 1]),
                 bytes_k_reread=counts.read["reread"],
                 weight_passes=drafts + 1, bytes_weights=(drafts + 1) * self.weight_bytes,
                 draft_ms=draft_ms, verify_ms=verify_ms, round_ms=draft_ms + verify_ms,

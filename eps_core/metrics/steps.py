@@ -172,7 +172,7 @@ def step_record(
         pages_always_selected=always_selected,
         pages_wanted=sum(wanted) if wanted else None,
         bytes_kv_read_est=output.kv_bytes_read,
-        bytes_kv_dense=spec.dense_kv_bytes(lengths),
+        bytes_kv_dense=spec.exact_kv_bytes(lengths),
         bytes_kv_kept=num_rows * spec.kv_token_bytes if eviction is None else eviction.bytes_kept,
         rows_moved=0 if eviction is None else eviction.rows_moved,
         units_freed=0 if eviction is None else eviction.units_freed,

@@ -48,7 +48,7 @@ def verifying(model: Any, sparse: SparseAttention) -> Iterator[None]:
             assert sparse.rounds is not None
             more: list[Any] = []
             if config.stop_strings is not None and named.get("tokenizer") is not None:
-                # transformers makes none where the loop is another one, to which it hands no tokenizer
+                # transformers makes none for a custom loop, as it keeps the tokenizer from it
                 more = [StopStringCriteria(named["tokenizer"], config.stop_strings)]
                 kwargs["stop_strings"] = None
             kwargs["custom_generate"] = _loop(sparse, sparse.rounds, named.get("streamer"), more)
@@ -65,8 +65,8 @@ def verifying(model: Any, sparse: SparseAttention) -> Iterator[None]:
 
 
 def _plain_config(model: Any, named: dict[str, Any]) -> GenerationConfig | None:
-    """Return what `generate`, asked so, goes by, where it would take its own token by token loop, and need nothing that
-    ours lacks."""
+    """Return the generation config of this call, the model's own included; None where our loop cannot replace the stock
+    one."""
     if named.get("custom_generate") is not None or named.get("synced_gpus"):
         return None
     config, _ = model._prepare_generation_config(**{"generation_config": None, **named})

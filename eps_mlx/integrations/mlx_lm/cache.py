@@ -54,7 +54,7 @@ class PagedKVCache(_BaseCache, Attends):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Writes keys, values [B, Hkv, L, D] to the pool. What it returns only stands for K and V of all tokens, and
         has their shape: `attend` reads."""
-        self._check_open()
+        self.check_open()
         while len(self.rows) < len(keys):  # the first layer's call, of a batch without padding
             self.rows.append(self.pool.open())
         self.left += [0] * (len(self.rows) - len(self.left))
@@ -81,7 +81,7 @@ class PagedKVCache(_BaseCache, Attends):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """K, V [B, Hkv, columns, D] of all tokens, zeros where there is padding; copies."""
-        self._check_open()
+        self.check_open()
         lengths = self.lengths
         parts: tuple[list[mx.array], list[mx.array]] = ([], [])
         for row, left, length in zip(self.rows, self.left, lengths, strict=True):
@@ -206,7 +206,7 @@ class PagedKVCache(_BaseCache, Attends):
         copied._padding = None if self._padding is None else list(self._padding)
         return copied
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self.pool.closed:
             raise ConfigError("this cache was made with EPS on, which is off now: make a new one")
 

@@ -41,10 +41,11 @@ def verified_step(prompt: mx.array, model: Any, *args: Any, **kwargs: Any) -> It
         pool.sparse.rounds.undrafted(what)
         yield from names.stock_step(prompt, model, *args, prompt_cache=cache, **kwargs)
         return
+    own[0].check_open()
     if own[0].pool is not pool:
         raise ConfigError(
-            "this prompt cache was loaded into the blocks of another model that has EPS on: load it before EPS is put "
-            "on that one"
+            "this prompt cache is in the blocks of another model that has EPS on: make one of this model, or load it "
+            "before EPS is put on the other"
         )
     if not len(prompt):  # mlx-lm's loop refuses it
         yield from names.stock_step(prompt, model, *args, prompt_cache=cache, **kwargs)
