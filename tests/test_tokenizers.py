@@ -111,6 +111,21 @@ def test_special_tokens_are_those_of_transformers(name: str, folder: Write) -> N
     check_ids(path)
 
 
+FLAGS = ({"rstrip": True}, {"lstrip": True}, {"single_word": True}, {"special": False, "normalized": True})
+NAMED = ({"eos_token": "<|x|>"}, {"additional_special_tokens": ["<|x|>"]}, {"extra_special_tokens": ["<|x|>"]})
+
+
+@pytest.mark.parametrize("named", NAMED, ids=lambda named: next(iter(named)))
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: next(iter(flags)))
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"])
+def test_a_token_that_is_named_keeps_its_flags(kind: str, flags: dict, named: dict, folder: Write) -> None:
+    """Phi-3's <|end|> takes the line break after it along, and its tokenizer_config.json names it alone."""
+    made = sentencepiece() if "Llama" in kind else byte_level()
+    made.add_special_tokens(["<|endoftext|>", "<unk>", "<s>", "</s>"])
+    made.add_tokens([tokenizers.AddedToken("<|x|>", **{"special": True, "normalized": False, **flags})])
+    check_ids(folder(made, tokenizer_config={"tokenizer_class": kind, **named}))
+
+
 # Tokenizer classes
 
 CLASSES = {

@@ -153,8 +153,12 @@ def _add_tokens(tokenizer: Tokenizer, path: Path, config: dict[str, Any]) -> Non
             tokenizer.add_tokens([_added(token, token.get("special") is True)])
     extra = [config.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
     several = [one for tokens in extra if isinstance(tokens, list) for one in tokens if _content(one)]
-    for token in (*_special(path, config).values(), *several):
-        tokenizer.add_special_tokens([_added(token, True)])
+    there = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    if _class_of(path, config) == "Qwen2Tokenizer":  # which adds all of them without flags
+        there = {}
+    for token in _special(path, config).values():  # a name alone has no flags: those that the token has are kept
+        tokenizer.add_special_tokens([there.get(_content(token) or "") or _added(token, True)])
+    tokenizer.add_special_tokens([_added(token, True) for token in several if _content(token) not in there])
 
 
 def _added(token: Any, special: bool) -> AddedToken:
