@@ -78,7 +78,9 @@ def check_ids(path: Path) -> None:
 
 # Special tokens
 
-TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}{{ unk_token is defined }}"
+TEMPLATE = (
+    "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}{{ im_start }}{{ unk_token is defined }}"
+)
 OBJECT = {"content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
 ADDED = {"258": {**OBJECT, "content": "<|x|>", "special": True}}
 MAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -91,6 +93,8 @@ MAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "no map": ({"bos_token": "<s>", "eos_token": "</s>"}, {}),
     "a token of its own": ({"eos_token": "<|end|>"}, {}),
+    "named by an object": ({"extra_special_tokens": {"im_start": "<|x|>"}}, {"pad_token": "</s>"}),
+    "named by an object of the map": ({}, {"extra_special_tokens": {"im_start": "<|x|>"}, "eos_token": "<s>"}),
     "llama's defaults": ({"tokenizer_class": "LlamaTokenizerFast"}, {"eos_token": "<s>"}),
 }
 
@@ -153,6 +157,11 @@ def test_a_class_does_what_it_does_in_transformers(name: str, folder: Write, cap
     path = folder(make(), {"model_type": family, "architectures": None}, tokenizer_config=config)
     check_ids(path)
     assert not [line for line in capsys.readouterr().err.splitlines() if "not reproduced" in line]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_special_tokens_within_a_text_are_split_where_the_folder_says_so(split: bool, folder: Write) -> None:
+    check_ids(folder(byte_level(), tokenizer_config={"eos_token": "</s>", "split_special_tokens": split}))
 
 
 @pytest.mark.parametrize("settings", [{"legacy": True}, {"add_prefix_space": False}])

@@ -56,6 +56,7 @@ def as_in_transformers(tokenizer: Tokenizer, path: Path) -> Tokenizer:
             "as it is, and other tokens than in transformers may follow",
             file=sys.stderr,
         )
+    tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
     _add_tokens(tokenizer, path, config)
     return tokenizer
 
@@ -141,6 +142,8 @@ def _special(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     files = [config] if "added_tokens_decoder" in config else [config, read_if_there(path / SPECIAL_FILE)]
     for values in files:
         found |= {name: value for name, value in values.items() if name.endswith("_token")}
+        named = values.get("extra_special_tokens")
+        found |= named if isinstance(named, dict) else {}
     return {name: value for name, value in found.items() if _content(value) is not None}
 
 
