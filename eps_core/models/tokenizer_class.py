@@ -4,6 +4,7 @@ take only the vocabulary from tokenizer.json: Qwen2's composes accents (NFC), wh
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,18 @@ def as_in_transformers(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     if kind in REPRODUCED and isinstance(tokenizer.model, models.BPE):
         REPRODUCED[kind][0](tokenizer, config)
     elif kind in REPRODUCED or kind in OTHER_CLASSES:
-        print(
+        _say_once(
             f"{path}: what the class {kind} of transformers does to a text is not reproduced: tokenizer.json is read "
-            "as it is, and other tokens than in transformers may follow",
-            file=sys.stderr,
+            "as it is, and other tokens than in transformers may follow"
         )
     tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
     _add_tokens(tokenizer, path, config)
     return tokenizer
+
+
+@cache  # a run may open a folder's tokenizer for its config.json, too
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _qwen2(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
