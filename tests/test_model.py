@@ -26,7 +26,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.cpu import host
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.errors import ConfigError
-from eps_core.models.config import read_spec
+from eps_core.models.config import read_limits, read_spec
 from eps_core.models.rope import attention_factor, inverse_frequencies
 from eps_core.models.spec import ModelSpec
 from eps_core.models.tokenizer import load_tokenizer
@@ -499,6 +499,10 @@ def test_defaults_of_a_spare_config(tmp_path: Path) -> None:
         # windows that cut, of the default size where the key is missing
         (LONG | MISTRAL | {"sliding_window": 4000}, "windows", (4000, 4000)),
         (LONG | MISTRAL, "windows", (4096, 4096)),
+        # layer_types come first, as in transformers, which takes Ministral's class then
+        (MISTRAL | {"sliding_window": 20, "layer_types": FULL}, "windows", ()),
+        (MISTRAL | {"sliding_window": 20, "layer_types": MIXED}, "windows", (None, 20)),
+        (MISTRAL | {"sliding_window": None, "layer_types": FULL}, "windows", ()),
         # transformers begins the window at layer 28 where max_window_layers is missing
         (
             QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "num_hidden_layers": 29},
@@ -509,6 +513,7 @@ def test_defaults_of_a_spare_config(tmp_path: Path) -> None:
         (QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": MIXED}, "windows", (None, 64)),
         (LONG | PHI3 | {"sliding_window": 2047}, "windows", (2047, 2047)),
         (PHI3, "num_kv_heads", 2),
+        (PHI3 | {"rms_norm_eps": None}, "norm_eps", 1e-5),
         (PHI3 | {"num_key_value_heads": None}, "num_kv_heads", 4),
         (GEMMA3, "head_dim", 256),
         (GEMMA3, "tie_embeddings", True),
@@ -520,7 +525,9 @@ def test_defaults_of_a_spare_config(tmp_path: Path) -> None:
     ],
 )
 def test_config_field(changes: dict, field: str, value: Any, tmp_path: Path) -> None:
-    assert getattr(read_spec(write_config(tmp_path, **changes)), field) == value
+    path = write_config(tmp_path, **changes)
+    assert getattr(read_spec(path), field) == value
+    assert field != "max_context" or read_limits(path)[0] == value  # engines hold as much
 
 
 @pytest.mark.parametrize(
@@ -562,6 +569,7 @@ def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
         ),
         ({"hidden_act": "gelu"}, ("hidden_act 'gelu'", "EPS reads silu")),
         ({"layer_types": MIXED}, ("layer_types", "'sliding_attention'")),
+        (MISTRAL | {"sliding_window": None, "layer_types": MIXED}, ("layer_types", "'sliding_attention'")),
         (QWEN2 | {"layer_types": MIXED}, ("layer_types", "'sliding_attention'", "use_sliding_window")),
         (QWEN2 | {"use_sliding_window": True, "layer_types": ["linear"] * 2}, ("layer_types", "'linear'")),
         (QWEN2 | {"use_sliding_window": True, "layer_types": MIXED * 2}, ("layer_types", "each of 2 layers")),

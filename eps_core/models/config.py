@@ -3,6 +3,7 @@
 `read_spec` names whatever is not supported instead of computing something else.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from eps_core.errors import ConfigError
 from eps_core.models.fields import Fields, read_if_there
 from eps_core.models.folder import quantisation, quantisation_fix
 from eps_core.models.registry import FAMILIES, engine_note
-from eps_core.models.rope import MOST_POSITIONS, check_rope
+from eps_core.models.rope import MOST_POSITIONS, check_rope, read_rope
 from eps_core.models.spec import ModelSpec
 from eps_core.models.tokenizer import end_tokens
 
@@ -82,7 +83,10 @@ def read_limits(path: str | Path) -> tuple[int, tuple[int, ...]]:
     fields = Fields.of(path / "config.json")
     text = fields.text
     ends = _eos_token_ids(path, fields) or _eos_token_ids(path, text) or end_tokens(path)
-    return text.integer("max_position_embeddings", most=MOST_POSITIONS), ends
+    context = text.integer("max_position_embeddings", most=MOST_POSITIONS)
+    with suppress(ConfigError):  # rotary embeddings that are not read here
+        context = read_rope(text, context)[2]
+    return context, ends
 
 
 def read_heads(path: str | Path) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Mistral: a Llama of which every layer may have a sliding window."""
+"""Mistral: a Llama whose layers have a sliding window, or those that `layer_types` names."""
 
 from typing import Any
 
@@ -8,10 +8,11 @@ from eps_core.models.spec import ModelSpec
 
 
 def _read(fields: Fields, spec: ModelSpec) -> dict[str, Any]:
-    check_full(fields)
     if fields.values.get("sliding_window", DEFAULT_WINDOW) is None:
+        check_full(fields)
         return {}
-    return {"windows": windows_that_cut(fields, spec, [SLIDING] * spec.num_layers)}
+    kinds = fields.list_of_text("layer_types") or [SLIDING] * spec.num_layers
+    return {"windows": windows_that_cut(fields, spec, kinds)}
 
 
 FAMILY = Family("mistral", "MistralForCausalLM", _read)

@@ -29,7 +29,7 @@ FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
     _read,
-    defaults={"original_max_position_embeddings": 4096},
+    defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     multi_head=True,
     rope=_rope,
     stacked={"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")},
