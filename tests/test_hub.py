@@ -8,14 +8,16 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from command import call
+from safetensors.torch import load_file
 
 from eps_core.decode.heads import model_fingerprint
 
@@ -205,6 +207,38 @@ def test_only_what_is_needed_is_fetched(hub: Callable, model: Path, tmp_path: Pa
     # and now it is there
     again = call(*args, env=environment | {"HF_HUB_OFFLINE": "1"})
     assert again.returncode == 0 and not again.stderr, again.stderr
+
+
+def pickled(tmp_path: Path, *names: str) -> Path:
+    """A model whose weights are PyTorch's pickles: one, or shards with their index."""
+    path = tiny_models.changed(tmp_path / "pickled", "llama2", "model.safetensors")
+    weights = list(load_file(tiny_models.saved("llama2") / "model.safetensors").items())
+    shards = {name: dict(weights[i :: len(names)]) for i, name in enumerate(names)}
+    for name, shard in shards.items():
+        torch.save(shard, path / name)
+    if len(names) > 1:
+        index = {"metadata": {}, "weight_map": {key: name for name, shard in shards.items() for key in shard}}
+        (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return path
+
+
+@pytest.mark.parametrize("names", [("pytorch_model.bin",), [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]])
+def test_an_engine_gets_the_weights_that_it_reads(names: Sequence[str], hub: Callable, tmp_path: Path) -> None:
+    served, environment = hub(files=pickled(tmp_path, *names))
+    given = ("run", "--model", NAME, "--prompt", "abc", "--max-new-tokens", 2)
+    done = call(*given, env=environment)
+    assert done.returncode == 2 and f"only '{names[0]}', pickles of PyTorch: convert" in done.stderr, done.stderr
+    assert not [path for path in served.asked if path.endswith(".bin")]
+    done = call(*given, "--engine", "transformers", "--eps-method", "rq", env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_engine_gets_no_second_form_of_the_weights(hub: Callable, tmp_path: Path) -> None:
+    served, environment = hub(files=tiny_models.changed(tmp_path / "both", "llama2", files={"pytorch_model.bin": b"x"}))
+    given = ("run", "--model", NAME, "--prompt", "abc", "--max-new-tokens", 2, "--engine", "transformers")
+    done = call(*given, "--eps-method", "rq", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert not [path for path in served.asked if path.endswith(".bin")]
 
 
 # the library tries again what a server fails at, after half a minute of waits in all

@@ -80,7 +80,7 @@ def check_folder(path: Path, engine: str = OWN, weights: bool = True, more: Iter
         if kind is not None and engine not in _readers(kind):
             raise ConfigError(f"{path} is quantised: {kind}, which {engine} does not read: {quantisation_fix(kind)}")
     if weights:
-        check_weights_there(path, engine)
+        check_weights_there(path, engine, more)
 
 
 def refuse_adapter(model: str | Path) -> None:
@@ -160,6 +160,14 @@ def weight_files(path: Path) -> list[str]:
     return sorted(set(weight_map(index).values()))
 
 
+def weight_choices(path: Path, engine: str) -> list[list[str]]:
+    """Return the files that may hold the weights of a folder as `engine` reads them, as names or patterns: the first
+    ones that are there do."""
+    if os.path.lexists(path / INDEX_FILE):
+        return [weight_files(path)]
+    return [[pattern] for pattern in dict.fromkeys((WEIGHT_FILE, *_WEIGHTS[engine]))]
+
+
 def weight_map(index: Path) -> dict[str, str]:
     """Hugging Face name of every tensor -> its shard, a file within the model's folder."""
     found = read_json(index).get("weight_map")
@@ -175,8 +183,9 @@ def weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def check_weights_there(path: Path, engine: str = OWN) -> None:
-    """Raises ConfigError where the files are missing that hold the weights as `engine` reads them."""
+def check_weights_there(path: Path, engine: str = OWN, more: Iterable[str] = ()) -> None:
+    """Raises ConfigError where the files are missing that hold the weights as `engine` reads them; `more` as in
+    `check_folder`."""
     if os.path.lexists(path / WEIGHT_FILE):
         return
     index = path / INDEX_FILE
@@ -188,7 +197,7 @@ def check_weights_there(path: Path, engine: str = OWN) -> None:
     names = sorted(os.listdir(path))
     if any(fnmatch(name, pattern) for name in names for pattern in _WEIGHTS[engine]):
         return
-    found = _foreign(names)
+    found = _foreign(sorted({*names, *more}))
     what = f"only {found[0]}" if found else f"neither {WEIGHT_FILE} nor {INDEX_FILE} is there"
     reader = "EPS" if engine == OWN else engine
     fix = found[1] if found else "download the model again, with its weights"

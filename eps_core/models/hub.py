@@ -2,6 +2,7 @@
 
 import os
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,19 +12,18 @@ from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.models.folder import (
     ADAPTER_FILE,
     CONFIG_FILE,
-    INDEX_FILE,
     QUANTISED_FILES,
     check_folder,
     is_gguf,
     refuse_file,
-    weight_files,
+    weight_choices,
 )
 
 _REPOSITORY = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
 # all that is read of a model but its weights
 _SMALL_FILES = (
-    CONFIG_FILE, "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template.*", INDEX_FILE,
-    ADAPTER_FILE, *QUANTISED_FILES,
+    CONFIG_FILE, "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template.*",
+    "*.index.json", ADAPTER_FILE, *QUANTISED_FILES,
 )  # fmt: skip
 
 
@@ -47,10 +47,7 @@ def resolve_model(model: str | Path, weights: bool = True, engine: str = OWN) ->
     if weights:
         if engine == OWN:
             read_spec(folder)
-        files = weight_files(folder)
-        if not all(os.path.exists(folder / file) for file in files):
-            # the snapshot's own name is its commit: the branch may have moved since
-            folder = _fetch(named["name"], folder.name, (*_SMALL_FILES, *files))
+        folder = _with_weights(named["name"], folder, engine)
         check_folder(folder, engine)
     return folder
 
@@ -65,6 +62,19 @@ def resolve_for_engine(model: str | Path | None, engine: str, gguf: bool = False
     path = DEMO_MODEL if model is None else resolve_model(model, weights=here, engine=engine)
     module = load_engine(engine)
     return (path if here or model is None else resolve_model(model, engine=engine)), module
+
+
+def _with_weights(name: str, folder: Path, engine: str) -> Path:
+    """Return the snapshot `folder` with its weights as `engine` reads them. Raises ConfigError where the repository
+    has none."""
+    for files in weight_choices(folder, engine):
+        if not all(os.path.exists(folder / file) for file in files):
+            # the snapshot's own name is its commit: the branch may have moved since
+            folder = _fetch(name, folder.name, (*_SMALL_FILES, *files))
+        if any(fnmatch(there, file) for there in os.listdir(folder) for file in files):
+            return folder
+    check_folder(folder, engine, more=_names(name))
+    return folder
 
 
 def _names(name: str) -> list[str]:
