@@ -234,6 +234,7 @@ def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     assert rq["group_size"] == 8 and rq["bytes_per_group"] == 26.25
     assert rq["summary_bytes"] == 2 * 3 * 128 * 26.25
     keys = next(row for row in info["summaries"] if row["bound_bits"])  # a code and four fp16 scalars of each
+    assert keys["bytes_per_group"] == rq["bytes_per_group"] + 8 * (64 + 4 * 2)
     assert keys["summary_bytes"] == rq["summary_bytes"] + 2 * 3 * 1024 * (64 + 4 * 2)
     assert rows["fine", "rq", True]["bytes_per_group"] == 32.25
     assert next(row for row in info["kept"] if row["kept_share"] == 1)["summary_bytes"] == rq["summary_bytes"]

@@ -42,9 +42,9 @@ def span_bytes(cache_config: CacheConfig, head_dim: int) -> int:
 
 
 def summary_group_bytes(cache_config: CacheConfig, head_dim: int) -> int | float:
-    """Bytes stored per (layer, kv head, group), no whole number where groups share a mean; a scoring pass reads
-    `scoring_bytes`. Open-group accumulators are apart."""
-    shared, groups = span_bytes(cache_config, head_dim), cache_config.groups_per_span
+    """Bytes stored per (layer, kv head, group), those of bounds included, no whole number where groups share a mean; a
+    scoring pass reads `scoring_bytes`. Open-group accumulators are apart."""
+    shared, groups = summary_bytes(cache_config, 1, 1, head_dim, cache_config.span_tokens), cache_config.groups_per_span
     return shared / groups if shared % groups else shared // groups
 
 
