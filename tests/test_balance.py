@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from command import last, outcome, refused
-from tiny_models import VOCAB_SIZE, save_model, saved
+from tiny_models import VOCAB_SIZE, changed, save_model, saved
 from transformers import AutoModelForCausalLM
 
 from eps_core.config.cache import CacheConfig
@@ -243,6 +243,8 @@ def test_what_cannot_be_balanced_in_its_files_is_refused_and_nothing_is_written(
     there.mkdir()
     refused(["balance", "--model", str(uneven("llama2")), "-o", "there"], tmp_path, "there exists: give a new folder")
     refused(["balance", "--model", str(saved("qwen2-fp16")), "-o", "out"], tmp_path, "stored in float16")
+    unsaid = changed(tmp_path / "unsaid", "qwen2-fp16", config={"dtype": None})
+    refused(["balance", "--model", str(unsaid), "-o", "out", "--backend", "numpy"], tmp_path, "stored in float16")
     own = shutil.copytree(uneven("llama2"), tmp_path / "model")
     refused(["balance", "--model", str(own), "-o", "model/out"], tmp_path, "lies in the model's own folder")
 

@@ -33,10 +33,15 @@ def write_balanced(session: Session, out: Path) -> int:
     for layer in range(spec.num_layers):
         for short, rows in key_factors(spec, layer, exponents[layer]).items():
             factors.setdefault(names[short].name, []).append((names[short].first, rows))
+    weights = weight_files(session.path)
+    for name in weights:
+        with opened_weights(session.path / name) as opened:
+            for tensor in factors.keys() & set(opened.keys()):  # whatever config.json says
+                short = opened.get_slice(tensor).get_dtype() == "F16"
+                require(not short, f"{tensor} of {session.path} is stored in float16, {INEXACT}")
     made = out.with_name(f".{out.name}-{os.getpid()}")
     made.mkdir(parents=True)
     try:
-        weights = weight_files(session.path)
         shutil.copytree(session.path, made, dirs_exist_ok=True, ignore=lambda _, files: set(files) & set(weights))
         for name in weights:
             with opened_weights(session.path / name) as opened:
