@@ -199,7 +199,8 @@ def test_a_config_stands_for_method_and_selection(model: Path) -> None:
 
 
 KV_BITS: list[tuple[Any, Any]] = [
-    (8, (8, 8)), ("8", (8, 8)), ([16, 16], (16, 16)), (["8", "fp8"], (8, "fp8")), ("8,4", (8, 4)), (np.int64(4), (4, 4)),
+    (8, (8, 8)), ("8", (8, 8)), ([16, 16], (16, 16)), (["8", "fp8"], (8, "fp8")), ("8,4", (8, 4)),
+    (np.int64(4), (4, 4)),
 ]  # fmt: skip
 
 
