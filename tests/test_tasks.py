@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from eps_core.cli.evaluate import evaluate_command
+from eps_core.config.cache import METHODS
+from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.evaluation import measure
 from eps_core.evaluation.quality import Answer, table, task_result
@@ -206,6 +208,28 @@ def test_reading_everything_is_dense_and_reading_the_ends_alone_is_not(tmp_path:
     assert (single["dense"], single["eps"], single["oracle"], single["eps_minus_dense"]) == (1, 0, None, -1)
     assert single["bytes_ratio"] < 0.3 and little["text"][0]["eps_kl"] > 0.01
     assert little["text"][0]["oracle_kl"] is None
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_the_oracle_reads_as_much_as_eps(method: str):
+    for settings in ({}, {"budget": 0.1}, {"budget_floor": 300}, {"top_pages": 7}):
+        variants = measure.MeasureRequest(EpsConfig.of(method=method, **settings)).variants()
+        for length in (500, 2048, 4096, 32768):
+            groups = {one.budget_groups(length) for one in variants.values()}
+            assert len(groups) == 1, (settings, length, groups)
+
+
+def test_answers_of_another_oracle_are_not_continued(tmp_path: Path):
+    out = tmp_path / "all.jsonl"
+    few = ("--context", 384, "--samples", 1, "--text-steps", 1, "--eps-method", "box", "--tasks", "none", "-o", out)
+    evaluate(*few)
+    run, *rest = map(json.loads, out.read_text().splitlines())
+    assert run["oracle_config"]["method"] == "oracle"
+    for other in ({}, {"oracle_config": {**run["oracle_config"], "budget_floor": 1}}):
+        run.pop("oracle_config", None)
+        out.write_text("".join(json.dumps(line) + "\n" for line in ({**run, **other}, *rest)))
+        with pytest.raises(ConfigError, match="another run's results: its oracle_config"):
+            evaluate(*few)
 
 
 def test_a_long_sample_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,15 +38,15 @@ from eps_core.tasks.sizing import Encode, bytes_per_token
 # what selects and what is always selected; how a group is summarised means nothing to an oracle, nor does strictness,
 # which needs bounds
 _SHARED_WITH_ORACLE = (
-    "policy", "budget", "epsilon", "alpha", "top_pages", "num_sink_tokens", "num_recent_tokens", "scope", "head_modes",
-    "min_context", "block_size",
+    "policy", "budget", "budget_floor", "epsilon", "alpha", "top_pages", "num_sink_tokens", "num_recent_tokens",
+    "scope", "head_modes", "min_context", "block_size",
 )  # fmt: skip
 
 # what two runs must share for one to go on with the other's samples; `asked` is of numbers, `questions_sha256` and
 # `text_sha256` of all that is read
 IDENTITY = (
     "config", "cache", "model", "model_id", "backend", "device", "compute_dtype", "asked", "text_sha256",
-    "questions_sha256", "verify",
+    "questions_sha256", "verify", "oracle_config",
 )  # fmt: skip
 _ASKED = ("tasks", "contexts", "samples", "text_steps", "oracle", "seed")  # and `chat`, where it is asked for
 
@@ -163,6 +163,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
             windows[context] = list(map(list, dict.fromkeys(map(tuple, drawn))))  # a repeated one says nothing more
             out.write(_overlap(context, request, len(windows[context]), text, session.encode))
     files = (*request.longbench, *request.ruler, request.longbench_prompts, request.text)
+    variants = request.variants()
     run = run_line(
         request.config,
         session.one_unit(),
@@ -175,10 +176,10 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
         text_sha256=hashlib.sha256(text).hexdigest() if text else None,
         questions_sha256=_questions_sha256(groups),
         asked={name: getattr(request, name) for name in _ASKED} | ({"chat": True} if request.chat else {}),
+        oracle_config=variants["oracle"].to_dict() if request.oracle else None,
         verify=request.verify.to_dict() if request.verify.enabled else None,
         files=[str(path) for path in files if path is not None],
     )
-    variants = request.variants()
     file = ResumableFile(output, {"type": "run", "kind": "evaluate", **run}, IDENTITY)
     num_samples, num_documents = sum(map(len, groups)), sum(map(len, windows.values()))
     samples, documents = file.indexed("sample", num_samples), file.indexed("document", num_documents)
