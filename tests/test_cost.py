@@ -3,17 +3,22 @@
 import json
 import sys
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from command import outcome
 
+from eps_core.bench.layer import Bench
+from eps_core.bench.plan import BenchRequest
 from eps_core.cli.main import cli
 from eps_core.config.cache import CacheSpec
 from eps_core.config.eps import EpsConfig
 from eps_core.decode import cost
 from eps_core.decode.cost import Cost, cost_of, measure
 from eps_core.decode.session import Session
+from eps_core.evaluation.capture import open_capture
 from eps_core.io import caches
 from eps_core.load import load_backend
 
@@ -190,3 +195,22 @@ def test_every_way_in_asks_what_pays_on_its_device(monkeypatch: pytest.MonkeyPat
     places = "decode.session", "evaluation.compare", "evaluation.measure"
     assert asked >= {(f"eps_core.{place}", "cpu") for place in places}
     assert ("eps_cuda.integrations.transformers.cache", "cpu") in asked
+
+
+def test_what_measures_a_device_reads_as_it_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = EpsConfig.for_device
+    monkeypatch.setattr(EpsConfig, "for_device", lambda config, device: real(config, "cuda"))
+    here, text = ["--backend", "cuda", "--device", "cpu"], ["--context", "160", "--steps", "1"]
+    for flags in (
+        ["capture", *text, "--method", "rq", "--layers", "0", "-o", "c.safetensors"],
+        ["calibrate", *text, "-o", "p.json"],
+        ["replay", "c.safetensors", "--budgets", "0.5", "-o", "r.jsonl"],
+    ):
+        done = outcome([*flags, *here], tmp_path)
+        assert done.code in (None, 0), done.err
+    bench = Bench(BenchRequest(contexts=(256,), methods=("rq",), device="cpu", backend="cuda"))
+    _, replayed = map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines()[:2])
+    captured = open_capture(tmp_path / "c.safetensors").info.config
+    policy = json.loads((tmp_path / "p.json").read_text())["settings"]["config"]
+    for config in (captured, policy, replayed["config"], *(one.to_dict() for one in bench.configs)):
+        assert (config["cascade"], config["rescore"]) == ([], 1.0)

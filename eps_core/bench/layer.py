@@ -62,7 +62,7 @@ class Bench:
             )
             for dtype, context, batch in product(request.dtypes, request.contexts, request.batches)
         ]
-        self.configs = request.configs()
+        self.configs = [config.for_device(self.device) for config in request.configs()]
         if request.q_heads % request.kv_heads:
             raise ConfigError(
                 f"q-heads {request.q_heads} is not a multiple of kv-heads {request.kv_heads}: "

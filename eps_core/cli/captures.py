@@ -96,7 +96,7 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
     click.echo(
         f"{result['capture']}: {len(result['layers'])} of {result['num_layers']} layers of {result['model']}, "
         f"{result['context_tokens']:,} + {result['num_steps']:,} tokens, {result['bytes'] / terminal.MIB:,.1f} MiB; "
-        f"decode {terminal.describe(config) if config.cache_config.enabled else 'dense'}"
+        f"decode {terminal.describe(EpsConfig.of(**result['config'])) if config.cache_config.enabled else 'dense'}"
     )
     click.echo(outputs.to_json(result))
 
@@ -202,6 +202,7 @@ def _replay(ctx: click.Context, flags: dict[str, Any], output: outputs.Output | 
     backend = load_backend(flags["backend"])
     results = [replay_many(capture, configs, backend, flags["device"], flags["layers"]) for capture in captures]
     rows = [combine([result[i].summary() for result in results]) for i in range(len(configs))]
+    configs = [result.config for result in results[0]]  # as the device reads
     names = [_name(config) for config in configs]
     points: dict[str, list[tuple[float, float]]] = {}
     for name, row in zip(names, rows, strict=True):

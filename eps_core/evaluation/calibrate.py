@@ -141,8 +141,8 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
 
 
 def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -> dict[str, Any]:
-    config = request.config
-    session = request.session()
+    session = request.session(request.config)
+    config = session.config  # as this device reads
     spec = session.spec
     spec.require_full_attention("calibrate")
     text = text_tokens(session, request.text, request.context_tokens, request.num_steps)

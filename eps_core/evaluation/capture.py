@@ -122,8 +122,8 @@ class TextRequest:
     dtype: str = "auto"
     kv_dtype: str = "auto"
 
-    def session(self) -> Session:
-        return Session.open(self.model, self.backend, self.device, self.dtype, self.kv_dtype, method="rq")
+    def session(self, config: EpsConfig) -> Session:
+        return Session.open(self.model, self.backend, self.device, self.dtype, self.kv_dtype, config=config)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
 
 
 def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
-    session = request.session()
+    session = request.session(EpsConfig.of(method="rq"))  # whatever decodes, its keys are as codes want them
+    config = request.config.for_device(session.device)
     spec = session.spec
     text = text_tokens(session, request.text, request.context_tokens, request.num_steps)
     context = len(text.tokens) - request.num_steps
@@ -215,7 +216,7 @@ def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
         context_tokens=context,
         num_steps=request.num_steps,
         kv_dtype=session.kv_dtype,
-        config=request.config.to_dict(),
+        config=config.to_dict(),
         text_sha256=text.sha256,
         backend=session.backend_name,
         device=session.device,
@@ -231,7 +232,7 @@ def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
             f"the capture takes {size / 2**20:,.0f} MiB and {request.output.parent} has {free / 2**20:,.0f} MiB left: "
             "lower --context or choose fewer --layers"
         )
-    recording = record(session, text.tokens, context, layers, request.config)
+    recording = record(session, text.tokens, context, layers, config)
     return {"capture": str(request.output), "bytes": write_capture(output, info, recording), **vars(info)}
 
 

@@ -167,6 +167,7 @@ def replay_many(
     """
     backend = load_backend("auto") if backend is None else backend
     device = choose_device(backend, device)
+    configs = [config.for_device(device) for config in configs]
     layers = capture.info.layers if layers is None else tuple(layers)
     shared: dict[tuple[CacheConfig, tuple[Any, ...]], list[int]] = {}  # what is scored alike
     for index, config in enumerate(configs):
