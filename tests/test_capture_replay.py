@@ -172,20 +172,35 @@ def random_truth(groups: int = 23, seed: int = 0) -> Truth:
     return Truth(masses, shares, np.zeros((2, 3, 4)))
 
 
-def test_recall_counts_what_has_no_summary_first() -> None:
+def test_recall_is_of_what_is_ranked() -> None:
     truth = random_truth(9)
     estimate = np.tile(np.arange(9.0), (2, 1))
-    estimate[:, 8] = np.inf  # the partial group, which is always visited
+    estimate[:, 8] = np.inf  # the partial group, which is always selected
     shares = truth.shares
-    found = recall_at(estimate, shares, RECALL_FRACTIONS)
-    np.testing.assert_allclose(found[:, 0], shares[:, :, 8].mean(axis=1))
-    np.testing.assert_allclose(found[:, 1], shares[:, :, 7:].sum(axis=2).mean(axis=1))
-    np.testing.assert_allclose(found[:, 2], shares[:, :, 6:].sum(axis=2).mean(axis=1))
+    found, ranked = recall_at(estimate, shares, (0.1, 0.25, 0.5)), shares[:, :, :8]
+    for index, best in enumerate((7, 6, 4)):
+        want = ranked[:, :, best:].sum(axis=2) / ranked.sum(axis=2)
+        np.testing.assert_allclose(found[:, index], want.mean(axis=1))
     past = np.where(np.arange(9) == 0, -np.inf, estimate)  # past the end
     np.testing.assert_allclose(recall_at(past, shares, [1])[:, 0], 1)
     assert np.isnan(recall_at(np.full((2, 9), np.inf), shares, RECALL_FRACTIONS)).all()
     ties = recall_at(np.zeros((2, 9)), shares, [1 / 9])
     np.testing.assert_allclose(ties[:, 0], shares[:, :, 0].mean(axis=1))
+
+
+def test_recall_leaves_out_what_is_always_selected(dense: Capture) -> None:
+    config = EpsConfig.of(method="oracle", group_size=8, num_sink_tokens=16, num_recent_tokens=24)
+    config, other = config.replace(num_recent_tokens=100), config
+    results = replay_many(dense, [config, other], load_backend("cuda"), "cpu", layers=[1])
+    q, k, v = dense.layer(1)
+    for result, recent in zip(results, (100, 24), strict=True):
+        for step, length in enumerate(dense.lengths):
+            keys, values = (np.ascontiguousarray(x[:length].swapaxes(0, 1).astype(np.float64)) for x in (k, v))
+            truth, ranked = truth_of(q[step], keys, values, 1 / 8, 8), slice(2, (length - recent) // 8)
+            shares = truth.shares[:, :, ranked]
+            best = np.argsort(-truth.log_masses[:, :, ranked].max(axis=1), axis=1)[:, : -(-shares.shape[2] // 8)]
+            want = np.take_along_axis(shares, best[:, None], axis=2).sum(axis=2) / shares.sum(axis=2)
+            np.testing.assert_allclose(result.recall_at[0, step, :, 1], want.mean(axis=1), rtol=1e-5)
 
 
 def test_certified_skip_is_the_certificate_tried_group_by_group() -> None:
@@ -282,6 +297,7 @@ def test_configurations_that_share_a_cache_do_not_disturb_each_other(dense: Capt
         {"budget": 0.5},
         {"policy": "threshold", "top_pages": 40},
         {"num_recent_tokens": 8},
+        {"combine": "max"},
     )
     configs = [base, *(base.replace(**other) for other in others)]
     together = replay_many(dense, configs, load_backend("cuda"), "cpu", layers=(1,))
@@ -297,6 +313,7 @@ def test_combining_captures() -> None:
         {"a": 2.0, "bound_checks": 3, "x_max": 4.0, "n": "rq"},
     ]
     assert combine(rows) == {"a": 1.5, "bound_checks": 5, "x_max": 4.0, "n": "rq"}
+    assert combine([{"budget": 0.1}] * 3) == {"budget": 0.1}  # a setting, whose mean is 0.10000000000000002
     assert combine([{"a": None}, {"a": 2.0}]) == {"a": 2.0} and combine([{"a": None}]) == {"a": None}
 
 

@@ -154,10 +154,13 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     one JSON object. Nothing in either is a time: two replays give the same bytes. Memory: the cache of one layer, and
     that layer's K and V in float64.
 
+    Keys are the capture's, balanced as codes want them. A run of a method without codes has the model's own, and its
+    figures may differ from these.
+
     \b
     bytes       K, V and summaries read, over dense
     recall      true share of the softmax in the groups read
-    at 12.5 %   the same of the best eighth of the groups by estimate, without sink and recent tokens
+    at 12.5 %   the same of the best eighth by estimate, of groups that are not always selected
     false       skipped groups whose true share exceeds --eps-epsilon, or that are among the true best
     error       |out - dense out| / |dense out|
     matched     bytes at the output error of --match-error, between budgets

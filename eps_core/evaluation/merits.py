@@ -7,7 +7,7 @@ from math import ceil, log
 
 import numpy as np
 
-RECALL_FRACTIONS = (0.05, 0.125, 0.25)  # of the groups, where mass recall is measured without sink and recent tokens
+RECALL_FRACTIONS = (0.05, 0.125, 0.25)  # of the groups that are not always selected, where mass recall is measured
 CERTIFIED_LEVELS = (1e-1, 1e-2, 1e-3)  # bounded shares left unread for which the skipped fraction is measured
 
 
@@ -43,11 +43,11 @@ def _log_group_sums(logits: np.ndarray, group_size: int) -> np.ndarray:
 
 
 def recall_at(estimate: np.ndarray, shares: np.ndarray, fractions: Sequence[float]) -> np.ndarray:
-    """[Hkv, len(fractions)]: share that the best groups by estimate [Hkv, G] hold of the mass of all groups, mean over
-    R; shares [Hkv, R, G]. What has no summary, +inf, comes first: it is always selected. NaN where nothing has one. The
-    number of groups is rounded up; ties go to the lower index."""
-    inside = ~np.isneginf(estimate).all(axis=0)
-    if not np.isfinite(estimate).all(axis=0).any():
+    """[Hkv, len(fractions)]: share that the best groups by estimate [Hkv, G] hold of the mass of all that are ranked,
+    mean over R; shares [Hkv, R, G]. Groups whose estimate is infinite are not: they have no summary, or none is needed.
+    NaN where none is ranked. The number of groups is rounded up; ties go to the lower index."""
+    inside = np.isfinite(estimate).all(axis=0)
+    if not inside.any():
         return np.full((len(estimate), len(fractions)), np.nan)
     order = np.argsort(-estimate[:, inside], axis=1, kind="stable")
     best_first = np.take_along_axis(shares[:, :, inside], order[:, None], axis=2)

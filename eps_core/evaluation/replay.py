@@ -2,9 +2,9 @@
 step by step against float64 truth.
 
 One cache of one layer is filled as the live cache was: everything before the first step at once, then token by token.
-`jl` draws its projection by layer number, so a replay of a later layer has another draw of the same distribution; all
-other methods see what the live decode saw. Letters as in `attention.protocol`; F layers of the capture that are
-replayed, N steps.
+`jl` draws its projection by layer number, so a replay of a later layer has another draw of the same distribution. A
+capture's keys are balanced as codes want them (`decode.balance`): a live decode by a method without codes has the
+model's own. Letters as in `attention.protocol`; F layers of the capture that are replayed, N steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,8 +52,8 @@ class ReplayResult:
     skipped_est: np.ndarray  # estimated share left unread, the metrics' skipped_mass_mean
     skipped_true: np.ndarray  # true share left unread, the largest of the R query heads
     recall: np.ndarray  # true share of the selected groups, mean over the R query heads
-    # [F, N, Hkv, 3] share of the best RECALL_FRACTIONS of the groups by estimate, without sink and recent tokens,
-    # groups without a summary left out of numerator and denominator; mean over the R query heads
+    # [F, N, Hkv, 3] share of the best RECALL_FRACTIONS of the groups by estimate; those that are always selected (sink
+    # and recent tokens, no summary) are left out of numerator and denominator; mean over the R query heads
     recall_at: np.ndarray
     # skipped groups that should have been read: for one of the R query heads their
     # true share exceeds config.epsilon, or they are among the true top-M, M the number of selected groups, by the
@@ -180,7 +180,7 @@ def replay_many(
                 f"{capture.info.num_layers} x {capture.info.num_kv_heads}: calibrate that model"
             )
         # a score of codes reads on in more groups where more are selected
-        scored = ("cascade", "rescore", "policy", "budget", "budget_floor", "top_pages")
+        scored = ("cascade", "rescore", "combine", "policy", "budget", "budget_floor", "top_pages")
         coded = config.cache_config.method_spec.coded
         read = tuple(getattr(config.selection_config, name) for name in scored if coded)
         shared.setdefault((config.cache_config, read), []).append(index)
@@ -252,17 +252,21 @@ class _Layer:
         truth = truth_of(self.q[step], keys, values, self.capture.info.scale, size)
         q = self.backend.from_numpy(self.q[step][None], "float32", self.device)
         table = self.table[None, : -(-length // self.cache_config.unit_tokens)]
-        scores = self.backend.score(self.cache, 0, q, StepPlan.of(configs[0], table, np.array([length])))
+        plans = [StepPlan.of(config, table, np.array([length])) for config in configs]
+        scores = self.backend.score(self.cache, 0, q, plans[0])
         facts = self._facts(scores, truth)
         facts["dense_bytes"] = length * spec.num_kv_heads * spec.kv_token_bytes
-        return [facts | self._attend(config, q, table, length, truth) for config in configs]
+        return [facts | self._recall_at(scores, plan, truth) | self._attend(plan, q, truth) for plan in plans]
+
+    def _recall_at(self, scores: Scores, plan: StepPlan, truth: Truth) -> dict[str, Any]:
+        groups = truth.shares.shape[2]
+        ranked = np.where(plan.always_selected[0], -np.inf, self._host(scores.estimate))[:, :groups]
+        return {"recall_at": recall_at(ranked, truth.shares, RECALL_FRACTIONS)}
 
     def _facts(self, scores: Scores, truth: Truth) -> dict[str, Any]:
         """Return the facts that follow from scores and truth alone, whatever is selected."""
         kv_heads, _, groups = truth.log_masses.shape
-        estimate = self._host(scores.estimate)[:, :groups]
         facts: dict[str, Any] = {
-            "recall_at": recall_at(estimate, truth.shares, RECALL_FRACTIONS),
             "oracle_skip": bounded_skip(truth.log_masses, truth.log_masses, CERTIFIED_LEVELS),
         }
         if scores.upper is None:
@@ -281,9 +285,9 @@ class _Layer:
             "bounded_skip": bounded_skip(upper, truth.log_masses, CERTIFIED_LEVELS),
         }
 
-    def _attend(self, config: EpsConfig, q: Array, table: np.ndarray, length: int, truth: Truth) -> dict[str, Any]:
+    def _attend(self, plan: StepPlan, q: Array, truth: Truth) -> dict[str, Any]:
         """Selects and attends as a decoder's step does, and compares with the truth."""
-        cache, plan = self.cache, StepPlan.of(config, table, np.array([length]))
+        cache = self.cache
         kv_heads, _, groups = truth.log_masses.shape
         out, read = sparse_attention(self.backend, cache, 0, q, plan)
         (stats,), (host_out,) = collect(self.backend, cache, [read], out)
@@ -306,7 +310,7 @@ class _Layer:
             "skipped_est": stats.skipped_mass[0].astype(np.float64),
             "skipped_true": unread.max(axis=1),
             "recall": 1 - unread.mean(axis=1),
-            "false_skips": false_skips(selected_mask, truth, config.selection_config.epsilon),
+            "false_skips": false_skips(selected_mask, truth, plan.config.selection_config.epsilon),
             "output_error": error / np.linalg.norm(dense_out, axis=1),
             "union_amplification": selected_mask.any(axis=0).sum() / wanted.mean(),
             "error_bound": error_bound.astype(np.float64),
@@ -354,7 +358,8 @@ def check_alike(captures: Sequence[Capture], layers: Sequence[int] | None = None
 
 
 def combine(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One configuration's summaries of several captures as one: means of what is known, sums of counts, maxima."""
+    """One configuration's summaries of several captures as one: means of what is known and differs, sums of
+    counts, maxima."""
     row = dict(summaries[0])
     for name in row:
         known = [summary[name] for summary in summaries if summary[name] is not None]
@@ -362,6 +367,6 @@ def combine(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
             row[name] = sum(known)
         elif name.endswith("_max"):
             row[name] = max(known, default=None)
-        elif known and isinstance(known[0], float):
+        elif known and isinstance(known[0], float) and set(known) != {row[name]}:
             row[name] = float(np.mean(known))
     return row
