@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,22 +132,27 @@ def test_the_whole_context_is_timed_where_it_is_asked_for(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("method", ["rq", "box"])
-@pytest.mark.parametrize("share", [0.3, 0.55])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
 def test_bytes_are_as_many_groups_as_fit(method: str, share: float) -> None:
     from eps_core.config.bytes import scoring_bytes
 
     shape = Shape(4096, 2, 8, 2, 128, "bfloat16")
     config = EpsConfig.of(method=method)
     solved = budgeted(config, shape, "bytes", share)
-    summaries = scoring_bytes(config, 128, [4096, 4096]) / 2
 
     def ratio(groups: int) -> float:
-        return (summaries + groups * config.cache_config.S * 512) / (4096 * 512)
+        return (scoring_bytes(config.replace(top_pages=groups), 128, [4096]) + groups * config.cache_config.S * 512) / (
+            4096 * 512
+        )
 
     most = solved.selection_config.top_pages
     assert most is not None and ratio(most) <= share < ratio(most + 1)
-    with pytest.raises(ConfigError, match=r"bytes 0\.01 cannot hold"):
+    with pytest.raises(ConfigError, match=r"bytes 0\.01 cannot hold") as refusal:
         budgeted(config, shape, "bytes", 0.01)
+    least = float(re.search(r"are (\d\.\d{3}) of", str(refusal.value))[1])  # type: ignore[index]
+    assert budgeted(config, shape, "bytes", least + 0.001)
+    with pytest.raises(ConfigError):
+        budgeted(config, shape, "bytes", least - 0.001)
 
 
 @pytest.mark.parametrize("backend", REQUESTED)

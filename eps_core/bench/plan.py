@@ -1,6 +1,6 @@
 """The plan of a benchmark: the calls to time, how many groups they select, and how many bytes each part must move."""
 
-import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,19 +68,24 @@ def budgeted(config: EpsConfig, shape: Shape, kind: str, share: float) -> EpsCon
     groups = -(-shape.context // config.cache_config.S)
     if kind == "fraction":
         return config.replace(top_pages=max(1, round(share * groups)))
-    beside = scoring_bytes(config, shape.head_dim, [shape.context])
     token = 2 * shape.head_dim * DTYPE_BYTES[shape.dtype]
-    wanted = math.floor((share * shape.context * token - beside) / (config.cache_config.S * token))
+
+    def num_bytes(selected: int) -> int:
+        """Scoring reads the more the more it selects."""
+        beside = scoring_bytes(config.replace(top_pages=selected), shape.head_dim, [shape.context])
+        return beside + selected * config.cache_config.S * token
+
+    wanted = bisect_right(range(1, groups + 1), share * shape.context * token, key=num_bytes)
     units = np.arange(-(-shape.context // config.cache_config.unit_tokens))
     always_selected = int(StepPlan.of(config, units[None], np.array([shape.context])).num_always_selected[0])
     if wanted < max(always_selected, 1):
-        least = (beside + max(always_selected, 1) * config.cache_config.S * token) / (shape.context * token)
+        least = num_bytes(max(always_selected, 1)) / (shape.context * token)
         raise ConfigError(
             f"bytes {share:g} cannot hold the summaries of {config.cache_config.method}@{config.cache_config.S} and "
             f"its sink and recent tokens, which are {least:.3f} of the dense bytes of context {shape.context}: "
             "raise --bytes above that"
         )
-    return config.replace(top_pages=min(wanted, groups))
+    return config.replace(top_pages=wanted)
 
 
 def moved_bytes(layer: Layer, config: EpsConfig, kv_read: int) -> dict[str, int]:
