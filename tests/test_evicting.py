@@ -325,6 +325,8 @@ def test_what_a_policy_reads_for_its_statistics_is_counted(model: Path) -> None:
         rows = b.bytes_kv_kept // cache.spec.kv_token_bytes
         assert b.bytes_kv_read_est == tiles + rows * cache.spec.k_token_bytes
         assert a.bytes_kv_read_est == a.pages_visited * cache.cache_config.S * cache.spec.kv_token_bytes
+    everything, cache, _, _ = evicted(session, EvictionConfig("h2o", 0.5, **RULE), config.replace(budget=1.0))
+    assert all(record.bytes_kv_read_est == record.bytes_kv_kept for record in everything)  # K is read once
 
 
 def test_a_policy_of_the_future_is_refused_where_nobody_knows_it(model: Path) -> None:

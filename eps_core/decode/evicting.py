@@ -170,10 +170,11 @@ class EvictingDecoder(Decoder):
                 cache, rows_moved, units_freed = self._evict(cache, sequence)
                 moved, freed = moved + rows_moved, freed + units_freed
         fallbacks = {}
-        if config is not None:  # where everything was read, statistics are of what was read anyway
+        if config is not None:
             fallbacks = _fallbacks(wheres, spec.num_kv_heads)
-            for stats, num_bytes in zip(layers, observed_bytes, strict=True):
-                stats.kv_bytes_read += num_bytes
+            for layer, num_bytes in enumerate(observed_bytes):
+                if not wheres[layer].reads_all(layer):  # else statistics are of what was read anyway
+                    layers[layer].kv_bytes_read += num_bytes
         layers = [_by_head(one, batch, spec.num_kv_heads) for one in layers]
         kv_bytes = sum(one.kv_bytes_read for one in layers)
         return cache, StepOutput(logits, kv_bytes, layers, fallbacks, eviction=Eviction(kept, moved, freed))

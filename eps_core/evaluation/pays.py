@@ -41,7 +41,7 @@ def slower_note(
         return None
     if min((side.get("rounds") or side["steps"]) - side["warm_up_steps"] for side in (dense, eps)) < LEAST_STEPS:
         return None
-    if label == "EPS" and eps.get("pages_skipped") == 0 and not eps.get("rounds"):
+    if label.startswith("EPS") and eps.get("pages_skipped") == 0 and not eps.get("rounds"):
         return None  # every step was dense: a few short ones differ by chance
     here = f"{label} is slower than dense here, {now:.1f} tokens a second against {before:.1f} at {context:,} tokens"
     if not label.startswith("EPS"):
