@@ -150,6 +150,9 @@ def test_one_line_says_that_eps_does_not_pay_here_and_from_where_it_does() -> No
     assert note(summary(8.0, pages_skipped=0)) is None  # all that it did was dense
     assert note(summary(8.0, pages_skipped=0), label="snapkv") is not None
     assert note(summary(8.0), label="snapkv").startswith("snapkv is slower than dense here")  # type: ignore[union-attr]
+    saves = "here, 8.0 tokens a second against 10.0 at 800 tokens: what it saves is memory"
+    for label, skipped in (("EPS + snapkv", 0), ("EPS + snapkv", 9), ("EPS, int8", 0)):
+        assert note(summary(8.0, pages_skipped=skipped), lambda: 4096, label).endswith(saves)  # type: ignore[union-attr]
     assert note(summary(8.0, rounds=10, steps=0, tokens_per_round=2.0), lambda: 4096) == (
         f"{here}: a round gives 2.0 tokens and must give more than 2.5: use --eps-draft auto, which drafts "
         "where it pays"
@@ -174,6 +177,15 @@ def test_a_run_that_is_slower_says_so(
     assert "slower" not in ran(model, tmp_path, *rq, *kernels, "--max-new-tokens", "9").out  # 7 timed steps
     assert "does not pay" not in ran(model, tmp_path, *long).out
     assert "does not pay" not in ran(model, tmp_path, *rq, "--no-baseline").out
+
+
+def test_a_budget_that_covers_what_is_kept_is_said_before_it_runs(model: Path, tmp_path: Path) -> None:
+    box = ("--method", "box", "--eps-budget", "200")
+    said = "every step is dense: the budget covers all of up to {} tokens"
+    few, many = (("--kv-evict", "snapkv", "--kv-keep", str(rows)) for rows in (150, 250))
+    assert said.format(155) in ran(model, tmp_path, *box, *few).out
+    for more in ((), many, ("--kv-evict", "adakv", "--kv-keep", "150")):  # the last divides unevenly
+        assert "every step is dense" not in ran(model, tmp_path, *box, *more).out
 
 
 @pytest.mark.parametrize(

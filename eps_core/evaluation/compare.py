@@ -174,7 +174,7 @@ class Display:
             out.write(f"codes   {job.codes.line(session.kv_dtype)}\n")
         out.write(prompt_line(job.prompt_lengths, job.answer))
         out.write(f"eps     {terminal.describe(request.config)}\n")
-        longest = max(job.prompt_lengths) + job.num_new
+        longest = request.keep.most_rows(max(job.prompt_lengths) - 1, job.num_new)
         if request.config.cache_config.enabled and request.config.reads_all(0, [longest]):
             out.write(f"note    every step is dense: the budget covers all of up to {longest:,} tokens\n")
         out.write(job.caches.header(job))

@@ -41,10 +41,11 @@ def slower_note(
         return None
     if min((side.get("rounds") or side["steps"]) - side["warm_up_steps"] for side in (dense, eps)) < LEAST_STEPS:
         return None
-    if label.startswith("EPS") and eps.get("pages_skipped") == 0 and not eps.get("rounds"):
-        return None  # every step was dense: a few short ones differ by chance
+    dense_steps = eps.get("pages_skipped") == 0 and not eps.get("rounds")
+    if dense_steps and label == "EPS":
+        return None  # a few short ones differ by chance
     here = f"{label} is slower than dense here, {now:.1f} tokens a second against {before:.1f} at {context:,} tokens"
-    if not label.startswith("EPS"):
+    if dense_steps or not label.startswith("EPS") or " + " in label:
         return f"{here}: what it saves is memory"
     return f"{here}, and does not pay: {_from_where(context, before / now, eps, pays, paced)}"
 
