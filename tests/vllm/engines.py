@@ -26,6 +26,12 @@ FAMILIES = {
         {"head_dim": 32, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2,
          "query_pre_attn_scalar": 48},
     ),
+    "gemma4": (  # layers 4 and 5 read K and V of 2 and 3
+        "Gemma4TextConfig",
+        {"head_dim": 32, "global_head_dim": 32, "num_global_key_value_heads": 2, "num_hidden_layers": 6,
+         "num_kv_shared_layers": 2, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 3,
+         "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 300, "pad_token_id": 258},
+    ),
     "gemma2": ("Gemma2Config", {"head_dim": 32, "sliding_window": 64}),
 }  # fmt: skip
 

@@ -1,6 +1,5 @@
 """What a start says, and what does not start: a server that was asked for EPS runs with it or not at all."""
 
-import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,19 +19,31 @@ from eps_cuda.integrations.vllm.asked import Asked, asked, fitted, refusals
 RQ = {"method": "rq", "budget": 0.1}
 
 
+@pytest.mark.parametrize(
+    ("name", "sparse", "dense_layers"),
+    [
+        ("gemma3", [1, 3], {"0": "sliding window", "2": "sliding window"}),
+        (
+            "gemma4",
+            [1],
+            {"0": "sliding window", "2": "sliding window", "3": "its K and V are read by another layer",
+             "4": "sliding window", "5": "another layer's K and V"},
+        ),
+    ],
+    ids=["gemma3", "gemma4"],
+)  # fmt: skip
 def test_layers_that_cannot_be_sparse_stay_dense_by_name(
-    models: dict[str, Path], caplog: pytest.LogCaptureFixture
+    name: str, sparse: list[int], dense_layers: dict[str, str], models: dict[str, Path]
 ) -> None:
-    """Gemma 3: sliding windows beside full attention, and a scale of its own."""
+    """Gemma 3: sliding windows beside full attention, and a scale of its own. Gemma 4: layers that share K and V, which
+    vLLM's kernel reads in its own layout."""
     prompts = engines.prompts(500, 90)
-    with engines.engine(models["gemma3"]) as llm:
+    with engines.engine(models[name]) as llm:
         dense = engines.say(llm, prompts)
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    with engines.engine(models["gemma3"], {"method": "rq", "budget": 1.0}) as llm:
+    with engines.engine(models[name], {"method": "rq", "budget": 1.0}) as llm:
         said = engines.say(llm, prompts)
         found = engines.stats(llm)
-        assert found["sparse_layers"] == [1, 3]
-        assert found["layers_dense"] == {"0": "sliding window", "2": "sliding window"}
+        assert found["sparse_layers"] == sparse and found["layers_dense"] == dense_layers
         llm.collective_rpc("eps_set", kwargs={"budget": 0.1})
         llm.collective_rpc("eps_reset")
         engines.say(llm, prompts)

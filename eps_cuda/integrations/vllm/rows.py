@@ -23,6 +23,7 @@ class Route:
     """A way to read what is selected: pools over vLLM's blocks, writes to them and the attention of a layer."""
 
     readable = True  # whether K can be read again, to summarise it
+    own_layout = False  # whether K and V of sparse layers lie as vLLM's own attention cannot read them
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -53,6 +54,8 @@ class Route:
 class PlainRows(Route):
     """On a CPU. vLLM's own layout there is packed for the processor's matrix unit and cannot be gathered from: a sparse
     layer's blocks hold plain rows instead, and EPS attends for all of its requests, the prefilling ones too."""
+
+    own_layout = True
 
     def pools(self, tensor: Tensor, head_dim: int, unit_tokens: int) -> tuple[Tensor, Tensor]:
         """K and V [P, Hkv, U, D] in a block tensor [blocks, Hkv, block tokens, 2 D]: a block is whole units, a unit all
