@@ -6,14 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import engines
+import prometheus_client
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from vllm import envs
 from vllm.config.compilation import CUDAGraphMode
+from vllm.entrypoints.serve.instrumentator import metrics as page
 
 from eps_core.errors import ConfigError
 from eps_core.integrations.settings import Settings
 from eps_cuda.integrations import vllm as hook
-from eps_cuda.integrations.vllm import adapter
+from eps_cuda.integrations.vllm import adapter, metrics
 from eps_cuda.integrations.vllm.asked import Asked, asked, fitted, refusals
 
 RQ = {"method": "rq", "budget": 0.1}
@@ -252,6 +256,30 @@ def test_nothing_replaces_the_settings_of_a_server(monkeypatch: pytest.MonkeyPat
     adapter.serve(Path("/m"), Settings.of(RQ), "127.0.0.1", 1, ["--all2all-backend", "--", "additional-config"])
     adapter.serve(Path("/m"), Settings.of(RQ), "127.0.0.1", 1, ["--worker_extension_cls", "mine"])
     assert [adapter.EXTENSION in command for command in calls] == [True, False]
+
+
+def test_each_of_several_api_processes_shows_what_workers_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus_client, "REGISTRY", prometheus_client.CollectorRegistry())
+    monkeypatch.setattr(prometheus_client.multiprocess.MultiProcessCollector, "collect", lambda self: [])
+    monkeypatch.setattr(page, "get_prometheus_registry", lambda: prometheus_client.REGISTRY)
+    monkeypatch.setenv(metrics.FOLDER, str(tmp_path))  # of the process that started this one
+    monkeypatch.setenv("EPS_METHOD", "rq")
+    metrics.export.cache_clear()
+    try:
+        for _ in range(2):
+            hook.register()
+    finally:
+        metrics.export.cache_clear()
+    (tmp_path / "0.json").write_text('{"on": true, "rows": 3}')
+    for several in (False, True):
+        if several:
+            monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+        app = FastAPI()
+        page.attach_router(app)
+        lines = TestClient(app).get("/metrics").text.splitlines()
+        assert lines.count('eps_rows_total{worker="0"} 3.0') == 1
 
 
 def test_a_plugin_that_cannot_hook_ends_the_start_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """EPS's counters as Prometheus reads them: on the server's own /metrics, though they are counted in other processes.
 
 The first process of a server names a folder, which its workers inherit; each worker writes its counters to a file there
-once a second at most, the last ones a second or two later, and the server's registry reads them when it is asked. A
-batch that was computed by a CUDA graph counts once the next one comes.
+once a second at most, the last ones a second or two later, and the registries of the server's API processes read them
+when they are asked. A batch that was computed by a CUDA graph counts once the next one comes.
 """
 
 import json
@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,34 +78,44 @@ class Shown:
                 self._told = True
 
 
-def export() -> None:
-    """Adds what workers write to this process's Prometheus registry, once; children of this process write it."""
-    if FOLDER in os.environ:
-        return
-    from prometheus_client import REGISTRY
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+class Workers:
+    """What workers wrote to `folder`, as Prometheus collects it."""
 
-    folder = tempfile.TemporaryDirectory(prefix="eps-metrics-")
-    os.environ[FOLDER] = folder.name
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-    class Workers:
-        held = folder  # until this process ends
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        def collect(self) -> Iterator[Any]:
-            found = {file.stem: json.loads(file.read_text()) for file in sorted(Path(folder.name).glob("*.json"))}
-            for name, meaning in COUNTERS.items():
-                family = CounterMetricFamily(f"eps_{name}", meaning, labels=["worker"])
-                for worker, stats in found.items():
-                    family.add_metric([worker], stats.get(name, 0))
-                yield family
-            family = CounterMetricFamily("eps_fallbacks", "layer rows attended densely", labels=["reason", "worker"])
+        found = {file.stem: json.loads(file.read_text()) for file in sorted(self.folder.glob("*.json"))}
+        for name, meaning in COUNTERS.items():
+            family = CounterMetricFamily(f"eps_{name}", meaning, labels=["worker"])
             for worker, stats in found.items():
-                for reason, number in stats.get("fallbacks", {}).items():
-                    family.add_metric([reason, worker], number)
+                family.add_metric([worker], stats.get(name, 0))
             yield family
-            gauge = GaugeMetricFamily("eps_on", "whether decode steps are sparse", labels=["worker"])
-            for worker, stats in found.items():
-                gauge.add_metric([worker], int(stats["on"]))
-            yield gauge
+        family = CounterMetricFamily("eps_fallbacks", "layer rows attended densely", labels=["reason", "worker"])
+        for worker, stats in found.items():
+            for reason, number in stats.get("fallbacks", {}).items():
+                family.add_metric([reason, worker], number)
+        yield family
+        gauge = GaugeMetricFamily("eps_on", "whether decode steps are sparse", labels=["worker"])
+        for worker, stats in found.items():
+            gauge.add_metric([worker], int(stats["on"]))
+        yield gauge
 
-    REGISTRY.register(Workers())
+
+@cache
+def export() -> Any:
+    """Adds what workers write to this process's Prometheus registry, and to what is collected of several API processes,
+    for which vLLM and its web framework make registries of their own; once. Returns the folder, to be held until this
+    process ends, where it is made here."""
+    from prometheus_client import REGISTRY
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    folder = None if FOLDER in os.environ else tempfile.TemporaryDirectory(prefix="eps-metrics-")
+    if folder is not None:
+        os.environ[FOLDER] = folder.name
+    workers, stock = Workers(Path(os.environ[FOLDER])), MultiProcessCollector.collect
+    REGISTRY.register(workers)
+    MultiProcessCollector.collect = lambda self: [*stock(self), *workers.collect()]
+    return folder
