@@ -299,6 +299,10 @@ def test_servers_that_eps_cannot_follow_do_not_start(monkeypatch: pytest.MonkeyP
     policy = EpsConfig.of(method="rq", head_modes=(("dense", "sparse", "sparse"),) * 2)
     with pytest.raises(ConfigError, match="head modes of 3 kv heads do not fit layers of 2"):
         backend.Runtime(runner(), Settings(policy))
+    shared = runner()
+    shared.model.append(RadixAttention(4, 64, 0.125, 2, 1))
+    with pytest.raises(ConfigError, match="SGLang server with layers that share K and V: start it without EPS"):
+        backend.Runtime(shared, settings)
     first.page_size = 16
     monkeypatch.setattr(backend, "_runtimes", [])
     with pytest.raises(ConfigError, match=r"pages of 16 tokens are no multiple .* start it with --page-size 64"):

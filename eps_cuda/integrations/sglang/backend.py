@@ -84,6 +84,10 @@ class Runtime(PagedRuntime):
         )
         layers = attention_layers(runner.model)
         require(bool(layers), "SGLang's model has no attention layers: EPS has nothing to do, start it without")
+        require(
+            len({layer.layer_id for layer in layers}) == len(layers),
+            "EPS cannot work in an SGLang server with layers that share K and V: start it without EPS",
+        )
         reasons = [dense_reason(layer) for layer in layers]
         sparse = [layer for layer, reason in zip(layers, reasons, strict=True) if reason is None]
         shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim) for layer in sparse}
