@@ -12,7 +12,9 @@ from eps_core.decode import layers as layers_module
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
+from eps_core.integrations.settings import Settings
 from eps_core.kv_cache.pool import PagePool
+from eps_cuda.integrations.vllm import adapter, rows
 
 NEW_TOKENS = 12
 
@@ -103,6 +105,19 @@ def test_needles_are_answered_dense_and_sparse() -> None:
         assert engines.stats(llm)["tokens_adopted"] == 0 and engines.stats(llm)["bytes_ratio"] < 0.1
         dense = engines.say_dense(llm, asked, 6)
     assert [tokens for tokens, _ in dense] == [tokens for tokens, _ in said]
+
+
+def test_long_prompts_are_sampled_with_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than vLLM takes in a step if it is not asked to."""
+    monkeypatch.setattr(rows, "PREFILL_ROWS", 2048)
+    [prompt], [answer] = engines.needles(4300)
+    engine = adapter.open_engine(engines.DEMO, Settings.of({"method": "rq", "budget": 0.1}), max_tokens=4400)
+    try:
+        for sparse in (True, False):
+            steps = list(engine.generate([prompt], 5, Sampling(temperature=0.1), sparse))
+            assert engines.text([token for step in steps for token in step.tokens]) == answer
+    finally:
+        engine.close()
 
 
 def test_coarse_groups_through_the_stock_kernel() -> None:

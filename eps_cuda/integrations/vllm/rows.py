@@ -16,6 +16,7 @@ from eps_cuda.integrations.paged import scaled
 from eps_cuda.integrations.vllm.forward import first_rows, on_host
 from eps_cuda.ops import OPS
 
+PREFILL_ROWS = 4096  # of a mask of as many columns
 VERIFIED_ROWS = 32  # of a block that reads K and V together; drafts are fewer, recomputed tokens may be thousands
 
 
@@ -104,7 +105,11 @@ class PlainRows(Route):
                     cache, place, q, Rows.in_blocks(table, length, len(q), VERIFIED_ROWS)
                 ).out
             else:
-                out = attend_prefill(self.backend, cache, place, q, table, length)
+                parts, end = [], length - len(q)
+                for part in q.split(PREFILL_ROWS):
+                    end += len(part)
+                    parts.append(attend_prefill(self.backend, cache, place, part, table, end))
+                out = torch.cat(parts)
             output[tokens] = out.to(output.dtype)
 
 
