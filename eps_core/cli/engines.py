@@ -20,7 +20,7 @@ from eps_core.cli.options import (
 from eps_core.cli.source import model_option
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
-from eps_core.integrations.settings import Settings
+from eps_core.integrations.settings import Settings, has_flag
 from eps_core.io import outputs
 from eps_core.load import ENGINES, OWN, SERVED
 from eps_core.models.config import DEMO_MODEL
@@ -94,8 +94,9 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     The endpoint, its batching and its flags are the engine's; EPS makes the decode steps of the layers that it
     names at the start sparse. --method off starts the same server without EPS.
     """
-    for name in {"--host", "--port"} & {one.split("=")[0] for one in flags["more"]}:
-        raise click.UsageError(f"{name} stands after --, where the address is not checked: give it before --")
+    for name in ("--host", "--port"):
+        if has_flag(flags["more"], name):
+            raise click.UsageError(f"{name} stands after --, where the address is not checked: give it before --")
     outputs.check({"--metrics": flags["metrics"]}, {"--model": flags["model"] or DEMO_MODEL})
     outputs.check_start("--metrics", flags["metrics"], *outputs.METRICS)
     given = given_flags(ctx, flags)

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -106,3 +107,10 @@ def to_environment(settings: Settings) -> dict[str, str]:
     return {
         PREFIX + name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in flat.items()
     }
+
+
+def has_flag(arguments: Sequence[str], *flags: str) -> bool:
+    """Return whether any argument is one of these flags to an engine's parser. It may take `_` for `-`, a value after
+    `=`, a key of its JSON after a dot, and the beginning of a flag for the flag."""
+    names = [re.split("[=.]", one)[0].replace("_", "-") for one in arguments if one.startswith("-")]
+    return any(flag.startswith(name) for flag in flags for name in names if len(name) > 2)

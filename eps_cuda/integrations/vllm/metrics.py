@@ -79,7 +79,7 @@ class Shown:
 
 
 class Workers:
-    """What workers wrote to `folder`, as Prometheus collects it."""
+    """A collector of what workers wrote to `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
