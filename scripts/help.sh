@@ -12,6 +12,7 @@ done
 # absolute PATH: as the user wrote it, from where the user stands; nothing of nothing.
 here=$PWD
 absolute() { case $1 in /* | '') echo "$1" ;; *) echo "$here/$1" ;; esac; }
+if [ -n "${EPS_VENV:-}" ]; then EPS_VENV=$(absolute "$EPS_VENV") && export EPS_VENV; fi
 
 # at_most N ARGUMENT...: N operands and no flag, else exit status 2.
 at_most() {

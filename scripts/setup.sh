@@ -12,7 +12,7 @@ extras=${1:-$platform}
 stamp=.installed-$(echo "$extras" | tr ',' '-')-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 source=.
 if [ -n "${EPS_VENV:-}" ]; then
-  venv=$(absolute "$EPS_VENV")
+  venv=$EPS_VENV
 elif [ -w . ] || [ -e ".venv/$stamp" ]; then
   venv=$PWD/.venv
 else

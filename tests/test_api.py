@@ -152,6 +152,8 @@ def test_tokens_are_a_prompt_as_their_text_is(plain: LLM) -> None:
     for prompt in (array, [*array]):
         assert plain.generate(prompt, max_new_tokens=4).tokens == want.tokens  # type: ignore[call-overload]
         assert "".join(plain.stream(prompt, max_new_tokens=4)) == want.text  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the prompt 5 is not a text"):
+        plain.generate(np.array(5))  # type: ignore[call-overload]
     for several in ([array] * 2, np.stack([array] * 2)):
         assert [one.tokens for one in plain.generate(several, max_new_tokens=4)] == [want.tokens] * 2  # type: ignore[call-overload]
 

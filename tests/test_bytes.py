@@ -126,9 +126,9 @@ def test_bounds_gather_the_codes_of_unvisited_groups_alone(target, counter, meth
         assert counter.gathered == counted or len(lengths) > 1
 
 
-def test_the_memory_that_the_page_of_engines_names() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text()
+def test_the_memory_of_summaries_that_the_page_names() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
     cache_config = EpsConfig.of(method="rq").cache_config
     small, large = (100 * summary_group_bytes(cache_config, dim) / (4 * dim) for dim in (64, 128))
-    words = f"{small:.1f} % of a bfloat16 KV cache for heads of 64 dimensions, {large:.1f} % for 128"
+    words = f"add {large:.1f} % to a bfloat16 cache with 128 dimensions a head ({small:.1f} % with 64;"
     assert words in " ".join(page.split())

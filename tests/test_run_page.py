@@ -212,11 +212,11 @@ WRONG = {
 def test_what_cannot_be_drawn_is_one_line(name: str, model: Path, tmp_path: Path) -> None:
     flags, words = WRONG[name]
     (tmp_path / "two.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    (tmp_path / "p.html").write_text("before")
+    (tmp_path / "p.html").write_text("<p>before")
     prompt = [] if "--prompt-file" in flags else ["--prompt", PROMPT]
     method = [] if "--method" in flags else ["--method", "rq"]
     refused(["run", "--model", model, *prompt, *method, "--plot", "p.html", *flags], tmp_path, words)
-    assert (tmp_path / "p.html").read_text() == "before"
+    assert (tmp_path / "p.html").read_text() == "<p>before"
 
 
 def test_a_page_that_fails_leaves_the_file_as_it_was(
@@ -226,10 +226,10 @@ def test_a_page_that_fails_leaves_the_file_as_it_was(
         raise ZeroDivisionError
 
     monkeypatch.setattr(run_page, "run_page", fail)
-    (tmp_path / "p.html").write_text("before")
+    (tmp_path / "p.html").write_text("<p>before")
     with pytest.raises(ZeroDivisionError):
         outcome(line(model, "numpy", "--plot", "p.html"), tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["p.html"] and (tmp_path / "p.html").read_text() == "before"
+    assert [file.name for file in tmp_path.iterdir()] == ["p.html"] and (tmp_path / "p.html").read_text() == "<p>before"
 
 
 def made_up(num_tokens: int, num_layers: int = 32, num_heads: int = 8, num_steps: int = 300) -> Trace:

@@ -70,6 +70,9 @@ def test_paths_are_read_from_where_the_user_stands(copy: Path, tmp_path: Path) -
     assert said("../scripts/demo.sh", "--prompt-file", "t.txt") == f"{user} ../scripts/demo.py --prompt-file t.txt"
     begun = """. "$(dirname "$0")/help.sh"; begin "$@"; echo "$out" """
     assert said("bash", "-c", begun, "../scripts/speed.sh", "mine") == f"{user}/mine" and (user / "mine").is_dir()
+    begun += "$(scripts/setup.sh)"
+    assert said("bash", "-c", begun, "../scripts/speed.sh", "mine") == f"{user}/mine {user}/../venv"
+    begun = begun.replace(" $(scripts/setup.sh)", "")
     assert said("bash", "-c", begun, "../scripts/speed.sh") == "results" and (tmp_path / "results").is_dir()
 
 

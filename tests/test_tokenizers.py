@@ -116,10 +116,16 @@ def test_special_tokens_are_those_of_transformers(name: str, folder: Write) -> N
 
 
 FLAGS = ({"rstrip": True}, {"lstrip": True}, {"single_word": True}, {"special": False, "normalized": True})
-NAMED = ({"eos_token": "<|x|>"}, {"additional_special_tokens": ["<|x|>"]}, {"extra_special_tokens": ["<|x|>"]})
+NAMED: dict[str, dict[str, Any]] = {
+    "a name": {"eos_token": "<|x|>"},
+    "an object": {"eos_token": {"__type": "AddedToken", "content": "<|x|>", "rstrip": True, "normalized": False}},
+    "additional": {"additional_special_tokens": ["<|x|>"]},
+    "extra": {"extra_special_tokens": ["<|x|>"]},
+    "extra by name": {"extra_special_tokens": {"im_start": "<|x|>"}},
+}
 
 
-@pytest.mark.parametrize("named", NAMED, ids=lambda named: next(iter(named)))
+@pytest.mark.parametrize("named", NAMED.values(), ids=NAMED)
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: next(iter(flags)))
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"])
 def test_a_token_that_is_named_keeps_its_flags(kind: str, flags: dict, named: dict, folder: Write) -> None:

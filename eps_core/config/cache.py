@@ -71,8 +71,8 @@ class CacheSpec:
         return [[length if window is None else min(length, window) for length in lengths] for window in windows]
 
     def exact_kv_bytes(self, lengths: Sequence[int]) -> int:
-        """Bytes of K and V that dense attention reads in all layers, of sequences of `lengths` tokens that are not
-        quantised."""
+        """Bytes of K and V, not quantised, that dense attention over sequences of `lengths` tokens reads in all
+        layers."""
         return sum(map(sum, self.attended(lengths))) * self.num_kv_heads * self.exact_token_bytes
 
     def _row_bytes(self, name: FormatName) -> int:

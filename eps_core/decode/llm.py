@@ -173,7 +173,7 @@ class LLM:
         Nothing is kept between calls but in `cache_dir`. Raises ConfigError for a prompt that is empty or too long, and
         for values out of range.
         """
-        several = isinstance(prompts, list | tuple | np.ndarray)
+        several = isinstance(prompts, list | tuple) or (isinstance(prompts, np.ndarray) and prompts.ndim > 0)
         one = not several or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         sampling = Sampling(temperature, top_p, seed)
         run = _Run(self.session, [prompts] if one else prompts, max_new_tokens, sampling, stop, chat, ignore_eos)

@@ -143,6 +143,12 @@ class ReplayResult:
 _LEVELS = tuple(enumerate(CERTIFIED_LEVELS))
 
 
+def _recall_at(estimate: np.ndarray, plan: StepPlan, truth: Truth) -> dict[str, Any]:
+    groups = truth.shares.shape[2]
+    ranked = np.where(plan.always_selected[0], -np.inf, estimate)[:, :groups]
+    return {"recall_at": recall_at(ranked, truth.shares, RECALL_FRACTIONS)}
+
+
 def _mean(values: np.ndarray, of: Callable[[np.ndarray], Any] = np.mean) -> float | None:
     """The mean, or another figure, of what is known."""
     known = values[~np.isnan(values)]
@@ -256,12 +262,8 @@ class _Layer:
         scores = self.backend.score(self.cache, 0, q, plans[0])
         facts = self._facts(scores, truth)
         facts["dense_bytes"] = length * spec.num_kv_heads * spec.kv_token_bytes
-        return [facts | self._recall_at(scores, plan, truth) | self._attend(plan, q, truth) for plan in plans]
-
-    def _recall_at(self, scores: Scores, plan: StepPlan, truth: Truth) -> dict[str, Any]:
-        groups = truth.shares.shape[2]
-        ranked = np.where(plan.always_selected[0], -np.inf, self._host(scores.estimate))[:, :groups]
-        return {"recall_at": recall_at(ranked, truth.shares, RECALL_FRACTIONS)}
+        estimate = self._host(scores.estimate)
+        return [facts | _recall_at(estimate, plan, truth) | self._attend(plan, q, truth) for plan in plans]
 
     def _facts(self, scores: Scores, truth: Truth) -> dict[str, Any]:
         """Return the facts that follow from scores and truth alone, whatever is selected."""

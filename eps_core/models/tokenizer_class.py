@@ -61,7 +61,7 @@ def as_in_transformers(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     return tokenizer
 
 
-@cache  # a run may open a folder's tokenizer for its config.json, too
+@cache  # a run opens the tokenizer a second time to find the token that ends a text
 def _say_once(line: str) -> None:
     print(line, file=sys.stderr)
 
@@ -162,9 +162,10 @@ def _add_tokens(tokenizer: Tokenizer, path: Path, config: dict[str, Any]) -> Non
     extra = [config.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
     several = [one for tokens in extra if isinstance(tokens, list) for one in tokens if _content(one)]
     there = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    named = list(_special(path, config).values())
     if _class_of(path, config) == "Qwen2Tokenizer":  # which adds all of them without flags
-        there = {}
-    for token in _special(path, config).values():  # a name alone has no flags: those that the token has are kept
+        there, named = {}, list(map(_content, named))
+    for token in named:  # the flags that the file of tokens gives one are kept
         tokenizer.add_special_tokens([there.get(_content(token) or "") or _added(token, True)])
     tokenizer.add_special_tokens([_added(token, True) for token in several if _content(token) not in there])
 

@@ -141,7 +141,7 @@ def open_engine(
         arguments["kv_cache_memory_bytes"] = _kv_bytes(path, max_tokens, max(num_sequences, 1))
         if there == "cpu":
             # no prompt in chunks, after which vLLM sets the offset of a seeded request's generator: a CPU's has none
-            arguments["max_num_batched_tokens"] = max(4096, max_tokens * num_sequences)
+            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, max_tokens)}
         else:
             # whole units, which its usual 16 tokens are not; and room for the dense engine beside the sparse one
             arguments |= {"block_size": settings.config.cache_config.unit_tokens, "gpu_memory_utilization": 0.42}

@@ -16,7 +16,7 @@ from eps_cuda.integrations.paged import scaled
 from eps_cuda.integrations.vllm.forward import first_rows, on_host
 from eps_cuda.ops import OPS
 
-PREFILL_ROWS = 4096  # of a mask of as many columns
+PREFILL_ROWS = 4096  # of a prefill that attend at once: the first of a prompt take a square mask
 VERIFIED_ROWS = 32  # of a block that reads K and V together; drafts are fewer, recomputed tokens may be thousands
 
 
@@ -101,16 +101,13 @@ class PlainRows(Route):
             tokens = slice(int(forward.starts[row]), int(forward.starts[row + 1]))
             q, table, length = query[tokens], forward.table[row], int(forward.lengths[row])
             if row in forward.verified:  # as exact as the steps that they are compared with
-                out = self.backend.attend_rows(
-                    cache, place, q, Rows.in_blocks(table, length, len(q), VERIFIED_ROWS)
-                ).out
-            else:
-                parts, end = [], length - len(q)
-                for part in q.split(PREFILL_ROWS):
-                    end += len(part)
-                    parts.append(attend_prefill(self.backend, cache, place, part, table, end))
-                out = torch.cat(parts)
-            output[tokens] = out.to(output.dtype)
+                rows = Rows.in_blocks(table, length, len(q), VERIFIED_ROWS)
+                output[tokens] = self.backend.attend_rows(cache, place, q, rows).out.to(output.dtype)
+                continue
+            end = length - len(q)
+            for part, out in zip(q.split(PREFILL_ROWS), output[tokens].split(PREFILL_ROWS), strict=True):
+                end += len(part)
+                out.copy_(attend_prefill(self.backend, cache, place, part, table, end))
 
 
 class StridedRows(Route):

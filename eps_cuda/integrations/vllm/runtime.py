@@ -52,13 +52,13 @@ class Runtime(PagedRuntime):
         }
         read = {getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers.values()}
 
-        def reason_of(name: str, impl: Any) -> str | None:
-            if getattr(impl, "eps_runtime", None) is not self:
-                return f"attends by {type(impl).__name__}"
-            hidden = name in read and impl.routes[self.want.route].own_layout
-            return dense_reason(impl) or ("its K and V are read by another layer" if hidden else None)
+        def reason_of(name: str, layer: Any) -> str | None:
+            if runtime_of(layer) is not self:
+                return f"attends by {type(layer.impl).__name__}"
+            hidden = name in read and layer.impl.routes[self.want.route].own_layout
+            return dense_reason(layer.impl) or ("its K and V are read by another layer" if hidden else None)
 
-        reasons = {name: reason_of(name, layer.impl) for name, layer in layers.items()}
+        reasons = {name: reason_of(name, layer) for name, layer in layers.items()}
         able = [name for name, reason in reasons.items() if reason is None]
         shapes = {
             name: (impl.num_kv_heads, impl.num_heads, impl.head_size, layers[name].kv_cache_torch_dtype)
