@@ -13,8 +13,9 @@ import pytest
 from conftest import bound
 from numba import njit
 from test_conformance import Case, FilledCase, eps
-from test_cpu_kernels import filled, in_team, kernels_of, writable
+from test_cpu_kernels import filled, kernels_of, writable
 from test_cpu_kernels import several_threads as several_threads
+from test_cpu_threads import in_team
 
 from eps_core.attention import layer as attention_layer
 from eps_core.config.eps import EpsConfig
