@@ -232,6 +232,8 @@ def test_a_loaded_cache_that_another_model_holds_is_refused(tmp_path: Path) -> N
         save_prompt_cache(file, cache)
         with eps(tiny("llama", seed=1), **VERIFIED), pytest.raises(ConfigError, match="blocks of another model"):
             said(model, plain[-1:], load_prompt_cache(file))
+    with eps(model, **VERIFIED), pytest.raises(ConfigError, match="which is off now: make a new one"):
+        said(model, prompt, cache)
 
 
 def test_what_cannot_be_is_refused_in_a_line() -> None:

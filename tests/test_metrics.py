@@ -215,6 +215,16 @@ def test_summary_adds_up_and_compares_with_dense() -> None:
     assert got["fallbacks"] == {"min_context": 2} and got["extensions"] == 0
 
 
+def test_a_window_keeps_all_tokens_of_a_quantised_cache_too() -> None:
+    """What is kept and what dense attention reads are counted apart, and both are compared with the 16-bit cache."""
+    spec = replace(SPEC, dtype="bfloat16", k_bits=8, v_bits=8, windows=(None, 10))
+    output = StepOutput(np.zeros((2, 5)), 2000, [layer(4), layer(5)], {})
+    got = summarise([step_record(0, [0, 1], [7, 8], [40, 24], output, spec, CONFIG, 10.0, 64, True)])
+    assert got["bytes_kv_dense"] == (40 + 24 + 10 + 10) * 3 * (2 * 8 * 2)
+    assert got["bytes_kv_kept"] == (40 + 24) * 2 * 3 * 2 * (8 + 2)
+    assert got["kept_ratio"] == (8 + 2) / 16 and got["kv_ratio"] == 2000 / got["bytes_kv_dense"]
+
+
 def test_times_of_a_decode_come_from_steps_that_did_not_wait_for_every_layer() -> None:
     got = summarise([record(4, 100.0), record(5, 10.0, timed=False), record(6, 12.0, timed=False)])
     assert got["decode_ms_p50"] == 11.0 and got["warm_up_steps"] == 0
