@@ -48,7 +48,7 @@ def text_of(path: Path) -> str:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[outputs.JsonlWriter]:
-    """Yield what writes the JSONL of a GPU's times anew, lines at once. Raises ConfigError where `path` is another
+    """Yield a writer that replaces the JSONL of a GPU's times, line by line. Raises ConfigError where `path` is another
     file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     outputs.check_start("-o", path, b'{"type": "run", "device_name": ', "JSONL of this script")

@@ -216,7 +216,7 @@ def test_summary_adds_up_and_compares_with_dense() -> None:
 
 
 def test_a_window_keeps_all_tokens_of_a_quantised_cache_too() -> None:
-    """What is kept and what dense attention reads are counted apart, and both are compared with the 16-bit cache."""
+    """Kept bytes and dense reads are counted apart, and both are compared with the 16-bit cache."""
     spec = replace(SPEC, dtype="bfloat16", k_bits=8, v_bits=8, windows=(None, 10))
     output = StepOutput(np.zeros((2, 5)), 2000, [layer(4), layer(5)], {})
     got = summarise([step_record(0, [0, 1], [7, 8], [40, 24], output, spec, CONFIG, 10.0, 64, True)])

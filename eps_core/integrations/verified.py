@@ -103,8 +103,8 @@ class RoundCounts:
 
 
 class Rounds:
-    """How many drafts the next round has, and what came of all of them. Threads may each have a round of their own, of
-    caches of their own."""
+    """Chooses the number of drafts of each round and counts the outcomes. Threads may each have a round of their own,
+    over caches of their own."""
 
     def __init__(
         self, verify: SpeculativeConfig, weight_bytes: int, settle: Callable[[], None],

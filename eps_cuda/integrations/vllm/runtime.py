@@ -205,7 +205,7 @@ class Runtime(PagedRuntime):
         return settings
 
     def set(self, on: bool | None = None, **flat: Any) -> dict[str, Any]:
-        """See `PagedRuntime.set`; `/metrics` is told."""
+        """See `PagedRuntime.set`; `/metrics` shows it."""
         found = super().set(on, **flat)
         self._shown.update(self)
         return found
