@@ -162,6 +162,8 @@ def test_rounds_of_texts_that_are_generated_at_once_are_counted_each_for_itself(
             model.generate(ids, **how, **more)
             records = [one.to_dict() for one in sparse.take_rounds()]
             assert min(one["draft_ms"] for one in records) >= 0
+            for name in ("bytes_kv_draft", "bytes_summary_draft"):
+                assert all((one[name] > 0) == (sum(one["drafted"]) > 0) for one in records)
             own = [{n: v for n, v in one.items() if n != "step" and not n.endswith("_ms")} for one in records]
             return sorted(own, key=str)
 
